@@ -1,0 +1,1 @@
+"""Faults on purpose, and the local servers that they are tried against."""

@@ -1,0 +1,1 @@
+"""The process per host: starts, watches and fences workers. Never imports torch."""

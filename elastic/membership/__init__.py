@@ -1,0 +1,1 @@
+"""Who is in the World. Never imports torch."""
