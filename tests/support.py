@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -55,3 +56,12 @@ def _look(look):
 
 def _failure(what: str, within_s: float, seen: str) -> str:
     return f"{what or 'the condition'} did not come true within {within_s} s; last seen: {seen}"
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs: one that has ended but is not reaped yet does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in {"Z", "X"}

@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         return  # it ended before the wish was made: nobody would ever end us
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # blocked signals would stay blocked
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # ignored by Python, and exec would hand that on
     os.execve(command[0], command, environment)  # noqa: S606
