@@ -135,6 +135,12 @@ class Fatal(ElasticError):
     default_kind = "fatal"
 
 
+class UserError(Fatal):
+    """The training code asked for something that has no meaning in an elastic step."""
+
+    default_kind = "user"
+
+
 class RunFailed(Fatal):
     """A run ended without success: `exit_code` for programs, `cause` for a person.
 

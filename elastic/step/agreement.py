@@ -1,0 +1,212 @@
+"""What every worker says in the agreement of a step, and what all of them conclude from it.
+
+The agreement is one small collective that completes at a worker only if every worker of the
+generation entered it. Its result is the list of all payloads in rank order; everything that may
+differ between workers (clip coefficient, learning rate, whether the step counts, logged means,
+saving, stopping, moving to the next generation) is a function of that list alone, so all workers
+reach the same conclusion, and the result can be handed to a worker that missed it.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from elastic.step.recovery import Agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRecord:
+    """What one micro-batch contributed besides its gradient.
+
+    Args:
+        samples: number of samples in it.
+        log: values given to `ctx.log`, as floats.
+    """
+
+    samples: int
+    log: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """One worker's part of an agreement.
+
+    Args:
+        norms: segment -> squared 2-norm of its finished gradient, for segments it is primary of.
+        touched: bit i set if a leaf of this worker touched trainable parameter i.
+        leaves: leaf -> record, for the leaves it computed.
+        hyper: parameter groups' values at `optimizer.step()`, from the worker of leaf 0.
+        scheduler_calls: scheduler index -> recorded `step()` calls, from the worker of leaf 0.
+        clip: (max_norm) given to `ctx.clip_grad_norm_`, from the worker of leaf 0.
+        pending_generation: the newest World this worker knows.
+        stop, save, busy: wishes; `busy` = no half of the arena is free.
+        values: results of an evaluation, virtual rank -> name -> (sum, count).
+    """
+
+    norms: Mapping[int, float] = field(default_factory=dict)
+    touched: int = 0
+    leaves: Mapping[int, LeafRecord] = field(default_factory=dict)
+    hyper: Sequence[Any] | None = None
+    scheduler_calls: Mapping[int, int] | None = None
+    clip: float | None = None
+    pending_generation: int = 0
+    stop: bool = False
+    save: bool = False
+    busy: bool = False
+    values: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def encode(self, agreement_seq: int, kind: str, step: int) -> bytes:
+        """Return the bytes this worker sends."""
+        touched = self.touched.to_bytes((self.touched.bit_length() + 7) // 8, "little")
+        packed: bytes = msgpack.packb(
+            [
+                agreement_seq,
+                kind,
+                step,
+                list(self.norms.items()),
+                touched,
+                [[i, r.samples, dict(r.log)] for i, r in self.leaves.items()],
+                self.hyper,
+                None if self.scheduler_calls is None else list(self.scheduler_calls.items()),
+                self.clip,
+                self.pending_generation,
+                self.stop,
+                self.save,
+                self.busy,
+                [
+                    [v, [[k, s, c] for k, (s, c) in names.items()]]
+                    for v, names in self.values.items()
+                ],
+            ]
+        )
+        return packed
+
+
+class Disagreement(AssertionError):
+    """Workers met in one collective with different steps: our bug, or a user's bare `break`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What all workers conclude from one agreement.
+
+    Args:
+        norm: 2-norm of the whole gradient, nan or inf when it is not finite.
+        touched: bit i set if anybody touched trainable parameter i.
+        samples: samples of the step.
+        log: sample-weighted means of the logged values over those that gave the key.
+        next_generation: newest World that *every* worker knows.
+        values: evaluation results, name -> sum / count.
+    """
+
+    norm: float
+    touched: int
+    samples: int
+    log: Mapping[str, float]
+    hyper: Sequence[Any] | None
+    scheduler_calls: Mapping[int, int]
+    clip: float | None
+    next_generation: int
+    stop: bool
+    save: bool
+    busy: bool
+    values: Mapping[str, float]
+
+    @property
+    def finite(self) -> bool:
+        """False when the gradient holds a NaN or an infinity."""
+        return math.isfinite(self.norm)
+
+    @property
+    def clip_coefficient(self) -> float | None:
+        """The factor that clips the gradient, None when nothing is to be done.
+
+        Source: torch.nn.utils.clip_grad_norm_ (max_norm / (norm + 1e-6), at most 1).
+        """
+        if self.clip is None or not self.finite:
+            return None
+        coefficient = self.clip / (self.norm + 1e-6)
+        return coefficient if coefficient < 1.0 else None
+
+
+def pack_result(payloads: Sequence[bytes]) -> bytes:
+    """Return all payloads of an agreement as the bytes that travel with the state."""
+    packed: bytes = msgpack.packb(list(payloads))
+    return packed
+
+
+def conclude(agreement: Agreement) -> Outcome:
+    """Decide what an agreement means; the same on every worker.
+
+    Raises Disagreement when the payloads are of different agreements.
+    """
+    rows = [
+        msgpack.unpackb(raw, strict_map_key=False) for raw in msgpack.unpackb(agreement.result)
+    ]
+    heads = {(row[0], row[1], row[2]) for row in rows}
+    if heads != {(agreement.seq, agreement.kind, agreement.step)}:
+        raise Disagreement(
+            f"workers met in one agreement with different steps: {sorted(heads)}; does the loop "
+            "leave early on some workers? use ctx.stop()"
+        )
+    norms: dict[int, float] = {}
+    leaves: dict[int, LeafRecord] = {}
+    values: dict[int, dict[str, tuple[float, float]]] = {}
+    touched = 0
+    for row in rows:
+        norms.update((int(s), float(n)) for s, n in row[3])
+        touched |= int.from_bytes(row[4], "little")
+        leaves.update((int(i), LeafRecord(samples=n, log=log)) for i, n, log in row[5])
+        for rank, names in row[13]:
+            values[int(rank)] = {k: (s, c) for k, s, c in names}
+    total = math.fsum(norms[s] for s in sorted(norms)) if _all_finite(norms) else math.inf
+    if any(math.isnan(n) for n in norms.values()):
+        total = math.nan
+    return Outcome(
+        norm=math.sqrt(total) if math.isfinite(total) else total,
+        touched=touched,
+        samples=sum(record.samples for record in leaves.values()),
+        log=_weighted_means(leaves),
+        hyper=next((row[6] for row in rows if row[6] is not None), None),
+        scheduler_calls=dict(next((row[7] for row in rows if row[7] is not None), ())),
+        clip=next((row[8] for row in rows if row[8] is not None), None),
+        next_generation=min(row[9] for row in rows),
+        stop=any(row[10] for row in rows),
+        save=any(row[11] for row in rows),
+        busy=any(row[12] for row in rows),
+        values=_means(values),
+    )
+
+
+def _all_finite(norms: Mapping[int, float]) -> bool:
+    return all(math.isfinite(n) for n in norms.values())
+
+
+def _weighted_means(leaves: Mapping[int, LeafRecord]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for index in sorted(leaves):
+        record = leaves[index]
+        for key, value in record.log.items():
+            sums[key] = sums.get(key, 0.0) + value * record.samples
+            weights[key] = weights.get(key, 0.0) + record.samples
+    return {key: sums[key] / weights[key] for key in sums if weights[key]}
+
+
+def _means(values: Mapping[int, Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for rank in sorted(values):
+        for name, (total, count) in values[rank].items():
+            sums[name] = sums.get(name, 0.0) + total
+            counts[name] = counts.get(name, 0.0) + count
+    return {name: sums[name] / counts[name] for name in sums if counts[name]}

@@ -1,0 +1,500 @@
+"""The step protocol as one worker carries it out, between two calls of the user's iterator.
+
+    begin -> (enter, body, leave) per leaf -> close: exchange, agree, apply, gather
+
+A worker enters the agreement of step s only when it has all rows of s-1, has applied s-1 on every
+segment it holds, holds the finished gradient of s for every segment it holds, and all copies that
+heal the generation are complete (the gate). An agreement that completed anywhere is never taken
+back: after a failure the ones behind take its result and apply it (elastic/step/reform.py).
+
+Step s is committed, and only then published, when the agreement after it has completed.
+This class holds the protocol state; it runs on the worker's main thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.agent.progress import WorkerPhase
+from elastic.errors import UserError
+from elastic.rng import seed_everything
+from elastic.step.agreement import LeafRecord, Outcome, Payload, conclude, pack_result
+from elastic.step.gradients import LeafFold
+from elastic.step.layout import StateLayout
+from elastic.step.optimizer import SegmentOptimizer, install_hyper
+from elastic.step.position import Position, StepPlan
+from elastic.step.process_group import GroupBroken
+from elastic.step.recovery import Agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from elastic.agent.progress import ProgressPage
+    from elastic.config import ElasticConfig
+    from elastic.events import EventLog
+    from elastic.membership.messages import World
+    from elastic.step.control import Control
+    from elastic.step.exchange import Exchange
+    from elastic.step.heal import Healing
+    from elastic.step.prepared import Prepared
+    from elastic.step.process_group import Group
+
+BREAK_HINT = "end the loop on all workers with ctx.stop(), not with break"
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What is published about a step once it is committed."""
+
+    step: int
+    epoch: int
+    index: int
+    generation: int
+    outcome: Outcome
+    started_at_s: float
+    agreed_at_s: float
+    lr: list[float]
+
+
+class Driver:
+    """One worker's side of the step protocol.
+
+    Args:
+        worker_id: this worker.
+        config: the job's configuration.
+        prepared: registry of the user's objects.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        node: str,
+        config: ElasticConfig,
+        num_leaves: int,
+        device: torch.device,
+        prepared: Prepared,
+        control: Control,
+        progress: ProgressPage,
+        events: EventLog,
+    ) -> None:
+        self.worker_id = worker_id
+        self.node = node
+        self.config = config
+        self.num_leaves = num_leaves
+        self.device = device
+        self.prepared = prepared
+        self.control = control
+        self.progress = progress
+        self.events = events
+        # state
+        self.layout: StateLayout | None = None
+        self.optimizers: list[SegmentOptimizer] = []
+        self.fold: LeafFold | None = None
+        self.finished = torch.empty(0, dtype=torch.uint8)
+        self.finished_constant = torch.empty(0, dtype=torch.uint8)
+        self.initial_crc = ""
+        # the world
+        self.world: World | None = None
+        self.group: Group | None = None
+        self.exchange: Exchange | None = None
+        self.rank = 0
+        self.size = 1
+        self.placement: tuple[tuple[str, ...], ...] = ()
+        self.shares: tuple[range, ...] = ()
+        # the protocol
+        self.fresh = True
+        self.seq = 0
+        self.step = 0
+        self.agreement: Agreement | None = None
+        self.outcome: Outcome | None = None
+        self.row_steps: list[int] = []
+        self.held: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.received_generation = 0
+        self.gradients: set[int] = set()
+        self.gradient_step = 0
+        self.healing: Healing | None = None
+        self.formed = False
+        self.after_step_done = 0
+        self.position = Position()
+        self.stopping = False
+        self.want_stop = False
+        self.want_save = False
+        self.save_busy: Callable[[], bool] = lambda: False
+        self.on_outcome: Callable[[Outcome, int], None] = lambda _outcome, _step: None
+        self.on_formed: Callable[[], None] = lambda: None
+        self.step_functions: list[Callable[[], None]] = []
+        self.lineage: list[list[int]] = []
+        self.agreed_generation = 0
+        self.skipped = 0
+        self.split: dict[str, float] = {}
+        # the step under way
+        self.plan: StepPlan | None = None
+        self.leaf: int | None = None
+        self._records: dict[int, LeafRecord] = {}
+        self._hyper: list[Any] | None = None
+        self._scheduler_calls: dict[int, int] | None = None
+        self._clip: float | None = None
+        self._constant: torch.Tensor | None = None
+        self._started_at_s = 0.0
+        self._unpublished: StepRecord | None = None
+
+    # -- set-up -------------------------------------------------------------------------------
+
+    def build_layout(self) -> None:
+        """Move the prepared models into flat storage; called before the first step."""
+        self.layout = StateLayout(
+            self.prepared.named_models(),
+            self.prepared.optimized_parameters(),
+            splittable=self.prepared.splittable and self.config.segments != "parameter",
+            num_segments=(
+                self.config.segments if isinstance(self.config.segments, int) else 1 << 30
+            ),
+            device=self.device,
+        )
+        self.finished = torch.zeros_like(self.layout.flat)
+        self.finished_constant = self.layout.canonical.clone()
+        self.optimizers = [
+            SegmentOptimizer(optimizer, self.layout, self.finished)
+            for optimizer in self.prepared.optimizers
+        ]
+        self.fold = LeafFold(self.layout)
+        self.row_steps = [0] * self.layout.num_segments
+        self.held.clear()
+        self.received.clear()
+        self.gradients.clear()
+        self.initial_crc = self.layout.crc()
+
+    @property
+    def generation(self) -> int:
+        """Number of the World this worker is in, 0 before the first."""
+        return 0 if self.world is None else self.world.generation
+
+    def phase(self, phase: WorkerPhase) -> None:
+        """Publish on the progress page what this worker does now."""
+        self.progress.write(
+            phase=phase,
+            step=self.step + 1,
+            committed=self.committed,
+            generation=self.generation,
+        )
+
+    @property
+    def committed(self) -> int:
+        """Last committed step known here."""
+        return self.step if self._unpublished is None else self._unpublished.step - 1
+
+    def check_alive(self) -> None:
+        """Raise GroupBroken if the generation is over; cheap, called between micro-batches."""
+        if self.group is not None and self.group.is_cut:
+            raise GroupBroken("a newer World was announced")
+
+    # -- the leaves ---------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start computing a step from its first leaf."""
+        assert self.fold is not None
+        assert self.layout is not None
+        self.check_alive()
+        self.plan = plan
+        self._records = {}
+        self._hyper = None
+        self._scheduler_calls = None
+        self._clip = None
+        self._constant = None
+        self._started_at_s = time.monotonic()
+        share = self.shares[self.rank]
+        self.fold.begin(share.start, share.stop, self.num_leaves, plan.present)
+        self.phase(WorkerPhase.COMPUTE)
+
+    def leaves(self) -> range:
+        """Return this worker's leaves of the step under way."""
+        assert self.plan is not None
+        share = self.shares[self.rank]
+        return range(share.start, max(share.start, min(share.stop, self.plan.present)))
+
+    def enter(self, leaf: int) -> None:
+        """Prepare the body of one micro-batch: random state, buffers, recorder."""
+        assert self.plan is not None
+        assert self.layout is not None
+        self.check_alive()
+        self.leaf = leaf
+        self.layout.restore_buffers()
+        seed_everything(self.config.seed, self.plan.step, leaf)
+        self.prepared.recorder.open()
+
+    def leave(self, leaf: int) -> None:
+        """Take the gradient and the records of one micro-batch."""
+        assert self.plan is not None
+        assert self.layout is not None
+        assert self.fold is not None
+        recorder = self.prepared.recorder
+        recorder.close()
+        self.leaf = None
+        missing = set(range(len(self.prepared.optimizers))) - recorder.stepped
+        if missing:
+            raise UserError(
+                f"the loop body of step {self.plan.step - 1} did not call optimizer.step(); it is "
+                "called for every micro-batch here: use virtual_ranks or accumulate= for larger "
+                "batches, and ctx.evaluate for loops that do not train"
+            )
+        gradients: list[torch.Tensor | None] = [None] * len(self.layout.trainable)
+        for index, found in recorder.gradients.items():
+            flat = iter(found)
+            for group in self.prepared.optimizers[index].param_groups:
+                for parameter in group["params"]:
+                    gradients[self.layout.index_of[id(parameter)]] = next(flat)
+        self.fold.push(leaf, gradients, self.plan.weight(leaf))
+        self._records[leaf] = LeafRecord(samples=self.plan.counts[leaf], log=dict(recorder.log))
+        if leaf == 0:
+            self._hyper = recorder.hyper
+            self._scheduler_calls = recorder.scheduler_calls
+            self._clip = recorder.clip
+            if self.layout.has_buffers:
+                self.layout.reclaim_buffers()
+                self._constant = self.layout.live.clone()
+
+    # -- closing a step -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Complete the step under way on all workers: exchange, agree, apply, gather."""
+        assert self.plan is not None
+        assert self.exchange is not None
+        assert self.fold is not None
+        plan = self.plan
+        computed_at_s = time.monotonic()
+        self.phase(WorkerPhase.EXCHANGE)
+        self.check_alive()
+        self.exchange.reduce(
+            self.fold.nodes(), plan.present, plan.total_weight, self._constant
+        )
+        self.finish_healing()
+        self.gradients = {s for s, who in enumerate(self.placement) if self.worker_id in who}
+        self.gradient_step = plan.step
+        exchanged_at_s = time.monotonic()
+        payload = Payload(
+            norms=self._norms(),
+            touched=self.fold.touched,
+            leaves=self._records,
+            hyper=self._hyper,
+            scheduler_calls=self._scheduler_calls,
+            clip=self._clip,
+            pending_generation=self._known_generation(),
+            stop=self.want_stop or self.control.stop_requested,
+            save=self.want_save or self.control.take_save_request(),
+            busy=self.save_busy(),
+        )
+        self.agree("step", plan.step, payload)
+        agreed_at_s = time.monotonic()
+        self.phase(WorkerPhase.GATHER)
+        self.gather()
+        self.after_step()
+        self.split = {
+            "compute_ms": 1e3 * (computed_at_s - self._started_at_s),
+            "exchange_ms": 1e3 * (exchanged_at_s - computed_at_s),
+            "agree_apply_ms": 1e3 * (agreed_at_s - exchanged_at_s),
+            "gather_ms": 1e3 * (time.monotonic() - agreed_at_s),
+        }
+
+    def gather(self) -> None:
+        """Fetch the rows of the applied step that this worker does not hold."""
+        assert self.exchange is not None
+
+        def arrived(first: int, last: int) -> None:
+            for segment in range(first, last):
+                self.row_steps[segment] = self.step
+
+        self.exchange.gather(arrived)
+        assert all(s == self.step for s in self.row_steps), "rows of two steps are mixed"
+
+    def after_step(self) -> None:
+        """Run what happens once per applied step, when all rows are in place."""
+        assert self.layout is not None
+        if self.after_step_done >= self.step or self.outcome is None:
+            return
+        self.after_step_done = self.step
+        self.layout.install_constants()
+        self.plan = None
+        for function in self.step_functions:
+            function()
+        self.on_outcome(self.outcome, self.step)
+
+    def finish_healing(self) -> None:
+        """Complete the copies that heal this generation; part of the gate of every agreement."""
+        assert self.group is not None
+        if self.healing is None:
+            return
+        self.healing.finish(self.group, self.optimizers, self.device)
+        mine = {s for s, who in enumerate(self.placement) if self.worker_id in who}
+        self.received = dict.fromkeys(mine - self.held.keys(), self.step)
+        self.received_generation = self.generation
+        self.healing = None
+
+    def _known_generation(self) -> int:
+        world = self.control.newest_world()
+        return 0 if world is None else world.generation
+
+    def _norms(self) -> dict[int, float]:
+        assert self.layout is not None
+        mine = [
+            s
+            for s, who in enumerate(self.placement[: self.layout.num_trainable])
+            if who[0] == self.worker_id
+        ]
+        views: list[torch.Tensor] = []
+        owner: list[int] = []
+        for segment in mine:
+            for span in self.layout.spans(*self.layout.ranges[segment]):
+                views.append(self.finished[span.lo : span.hi].view(span.dtype))
+                owner.append(segment)
+        norms = torch._foreach_norm(views) if views else ()
+        out = dict.fromkeys(mine, 0.0)
+        for segment, norm in zip(owner, norms, strict=True):
+            out[segment] += float(norm) ** 2
+        return out
+
+    # -- agreements -----------------------------------------------------------------------------
+
+    def agree(self, kind: str, step: int, payload: Payload) -> Outcome:
+        """Enter the next agreement; returns what all workers conclude from it."""
+        assert self.group is not None
+        self.finish_healing()
+        self.phase(WorkerPhase.AGREE)
+        seq = self.seq + 1
+        payloads = self.group.gather_bytes(payload.encode(seq, kind, step))
+        self.complete(
+            Agreement(
+                seq=seq,
+                kind=kind,
+                step=step,
+                generation=self.generation,
+                result=pack_result(payloads),
+            )
+        )
+        assert self.outcome is not None
+        return self.outcome
+
+    def complete(self, agreement: Agreement) -> None:
+        """Take the result of an agreement: confirm copies, apply, note what may be published.
+
+        Never fails half-way for a reason outside this process: a worker that dies here is dead.
+        """
+        outcome = conclude(agreement)
+        self._publish()
+        if agreement.generation == self.received_generation:
+            self.held.update(self.received)
+            self.received = {}
+        self.agreement = agreement
+        self.seq = agreement.seq
+        self.outcome = outcome
+        if agreement.kind == "step":
+            self.phase(WorkerPhase.APPLY)
+            self._apply(outcome, agreement)
+        elif agreement.kind == "close":
+            self.position = self.position.after_close()
+        if outcome.stop:
+            self.stopping = True
+        if agreement.generation == self.generation and not self.formed:
+            self.formed = True
+            self._drop_moved()
+            self.on_formed()
+
+    def _drop_moved(self) -> None:
+        mine = {s for s, who in enumerate(self.placement) if self.worker_id in who}
+        for segment in [s for s in self.held if s not in mine]:
+            del self.held[segment]
+        self._hold(mine)
+
+    def _hold(self, segments: set[int]) -> None:
+        assert self.layout is not None
+        trainable = [s for s in segments if s < self.layout.num_trainable]
+        for optimizer in self.optimizers:
+            optimizer.hold(trainable)
+
+    def _apply(self, outcome: Outcome, agreement: Agreement) -> None:
+        assert self.layout is not None
+        step = agreement.step
+        targets = [s for s in self.held if s in self.gradients]
+        trainable = [s for s in targets if s < self.layout.num_trainable]
+        if outcome.hyper is not None:
+            install_hyper(self.prepared.optimizers, outcome.hyper)
+        lr = [g["lr"] for o in self.prepared.optimizers for g in o.param_groups if "lr" in g]
+        if outcome.finite:
+            coefficient = outcome.clip_coefficient
+            if coefficient is not None:
+                for segment in trainable:
+                    for span in self.layout.spans(*self.layout.ranges[segment]):
+                        self.finished[span.lo : span.hi].view(span.dtype).mul_(coefficient)
+            for optimizer in self.optimizers:
+                optimizer.step(trainable, outcome.touched)
+        else:
+            self.skipped += 1
+        if self.layout.num_trainable in targets:
+            self.layout.canonical.copy_(self.finished_constant)
+        self.prepared.apply_scheduler_calls(dict(outcome.scheduler_calls))
+        for segment in targets:
+            self.held[segment] = step
+            self.row_steps[segment] = step
+        for segment in [s for s in self.held if s not in self.gradients]:
+            del self.held[segment]  # moved away in this generation, and its copy is confirmed
+        self.gradients = set()
+        self.step = step
+        self.agreed_generation = agreement.generation
+        self.position = self.position.after_step()
+        self.want_stop = False
+        self.want_save = False
+        self._unpublished = StepRecord(
+            step=step,
+            epoch=self.position.epoch,
+            index=self.position.index - 1,
+            generation=agreement.generation,
+            outcome=outcome,
+            started_at_s=self._started_at_s,
+            agreed_at_s=time.monotonic(),
+            lr=[float(v) for v in lr],
+        )
+
+    # -- publishing -----------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Make the step that is committed by now visible outside."""
+        record, self._unpublished = self._unpublished, None
+        if record is None:
+            return
+        if not record.outcome.finite:
+            self.events.emit(
+                "step.skipped", step=record.step, reason="the gradient is not finite"
+            )
+        self.events.emit(
+            "step.committed",
+            step=record.step,
+            epoch=record.epoch,
+            log=dict(record.outcome.log),
+            duration_s=record.agreed_at_s - record.started_at_s,
+            samples=record.outcome.samples,
+            lr=record.lr,
+            grad_norm=record.outcome.norm,
+            index=record.index,
+            split=self.split,
+        )
+        self.on_committed(record)
+
+    on_committed: Callable[[StepRecord], None] = staticmethod(lambda _record: None)
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def leave_process(self, code: int) -> None:
+        """End this process at once, after the event log is written out."""
+        self.events.close()
+        os._exit(code)
+
+    def rank_of(self) -> Mapping[str, int]:
+        """Return the rank of every worker of the World."""
+        assert self.world is not None
+        return {ref.worker_id: rank for rank, ref in enumerate(self.world.workers)}

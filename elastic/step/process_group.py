@@ -1,0 +1,229 @@
+"""One generation's communication: build it, use it, cut it from another thread, drop it.
+
+torch's gloo group has no working abort (in 2.13 `abort`, `shutdown` and
+`destroy_process_group` unblock nobody), and tells only the ranks that exchange data with a dead
+one. So a group is *cut*: `socket.shutdown` on its connected TCP descriptors makes every blocked
+operation of this process raise within milliseconds. Never the listening descriptor: gloo's
+accept loop would end the process. A cut group is dropped in a background thread, because its
+destructor joins gloo's threads.
+
+What this does not do: it decides nothing about who is alive; a broken group is answered with
+`GroupBroken`, and the driver waits for the World that explains it.
+
+Source: torch.distributed.ProcessGroupGloo; measurements in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.errors import ElasticError
+
+if TYPE_CHECKING:
+    from elastic.step.bootstrap_client import BootstrapStore
+
+_SMALL_BYTES = 16384
+_LENGTH_BYTES = 4
+
+
+class GroupBroken(ElasticError):
+    """A collective of this generation failed or was cut; a newer World must explain it."""
+
+
+def _sockets() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # closed while we looked
+        if link.startswith("socket:"):
+            found[int(name)] = link
+    return found
+
+
+class Group:
+    """The ranks of one World, able to send, receive and gather bytes.
+
+    All methods but `cut` belong to the worker's main thread. Every method that communicates
+    raises GroupBroken when the group fails or was cut.
+    """
+
+    def __init__(self, *, generation: int, rank: int, size: int) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.size = size
+        self._group: Any = None
+        self._lock = threading.Lock()
+        self._before: dict[int, str] = {}
+        self._known: dict[int, str] | None = None
+        self._store: BootstrapStore | None = None
+        self._cut = False
+
+    def build(self, store: BootstrapStore, *, timeout_s: float) -> None:
+        """Connect to every other rank of the generation; about 10 ms for four ranks.
+
+        Args:
+            store: the agents' bootstrap store; kept for the group's life.
+            timeout_s: limit of one collective, the last layer below all others.
+        """
+        if self.size == 1:
+            return
+        with self._lock:
+            if self._cut:
+                raise GroupBroken("the group was cut before it was built")
+            self._store = store
+        try:
+            store.connect()
+            with self._lock:
+                self._before = _sockets()
+            backend = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"g{self.generation}", store),
+                self.rank,
+                self.size,
+                timedelta(seconds=timeout_s),
+            )
+        except (RuntimeError, ElasticError) as error:
+            raise GroupBroken(f"building generation {self.generation}: {error}") from error
+        with self._lock:
+            now = _sockets()
+            self._known = {fd: link for fd, link in now.items() if self._before.get(fd) != link}
+            self._group = backend
+            cut = self._cut
+        if cut:
+            self._shut()
+            raise GroupBroken("the group was cut while it was built")
+
+    @property
+    def backend(self) -> Any:
+        """The torch group, None for a world of one."""
+        return self._group
+
+    def cut(self) -> None:
+        """Make every blocked and later operation of this group raise; any thread may call it."""
+        with self._lock:
+            if self._cut:
+                return
+            self._cut = True
+            store = self._store
+        if store is not None:
+            store.interrupt()
+        self._shut()
+
+    @property
+    def is_cut(self) -> bool:
+        """True once `cut` was called."""
+        return self._cut
+
+    def _shut(self) -> None:
+        with self._lock:
+            known = self._known
+            if known is None:  # still being built: whatever appeared since then
+                known = {
+                    fd: link for fd, link in _sockets().items() if self._before.get(fd) != link
+                }
+                if not self._before:
+                    known = {}
+            for fd, link in known.items():
+                self._shut_one(fd, link)
+
+    @staticmethod
+    def _shut_one(fd: int, link: str) -> None:
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") != link:
+                return  # the number was given to another file since
+            duplicate = os.dup(fd)
+        except OSError:
+            return
+        with socket.socket(fileno=duplicate) as sock:
+            try:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    return
+                sock.getpeername()  # raises for the listening one, which must not be touched
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return
+
+    def drop(self) -> None:
+        """Cut the group and release it without waiting for gloo's threads."""
+        self.cut()
+        group, self._group = self._group, None
+        store, self._store = self._store, None
+
+        def release(held: list[Any]) -> None:
+            held.clear()
+
+        if group is not None or store is not None:
+            held = [group, store]
+            del group, store
+            threading.Thread(
+                target=release, args=(held,), name="everstep-drop-group", daemon=True
+            ).start()
+
+    # -- point to point ---------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> Any:
+        """Start sending a contiguous tensor to a rank; wait with `wait`."""
+        return self._start(lambda: self._group.send([tensor], target, tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """Start receiving into a contiguous tensor of this generation; wait with `wait`."""
+        return self._start(lambda: self._group.recv([tensor], source, tag))
+
+    def _start(self, call: Any) -> Any:
+        if self._cut or self._group is None:
+            raise GroupBroken("the group is cut")
+        try:
+            return call()
+        except RuntimeError as error:
+            raise GroupBroken(str(error)) from error
+
+    def wait(self, work: Any) -> None:
+        """Wait for one started operation."""
+        try:
+            done = work.wait()
+        except RuntimeError as error:
+            raise GroupBroken(str(error)) from error
+        if done is False or self._cut:
+            raise GroupBroken("the group is cut")
+
+    # -- small collectives ------------------------------------------------------------------
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes in rank order; completes only if every rank entered.
+
+        A first round of fixed size carries the lengths and whatever is short; a second one is
+        added, on all ranks alike, when some rank's bytes did not fit.
+        """
+        if self.size == 1:
+            return [data]
+        room = _SMALL_BYTES - _LENGTH_BYTES
+        first = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        rounds = self._allgather(first)
+        lengths = [int.from_bytes(raw[:_LENGTH_BYTES], "little") for raw in rounds]
+        if max(lengths) <= room:
+            return [
+                raw[_LENGTH_BYTES : _LENGTH_BYTES + n]
+                for raw, n in zip(rounds, lengths, strict=True)
+            ]
+        second = torch.zeros(max(lengths), dtype=torch.uint8)
+        if data:
+            second[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [
+            raw[:n] for raw, n in zip(self._allgather(second), lengths, strict=True)
+        ]
+
+    def _allgather(self, mine: torch.Tensor) -> list[bytes]:
+        outputs = [torch.empty_like(mine) for _ in range(self.size)]
+        work = self._start(lambda: self._group.allgather([outputs], [mine]))
+        self.wait(work)
+        return [output.numpy().tobytes() for output in outputs]
