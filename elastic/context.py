@@ -178,9 +178,7 @@ class Context:
         """Enter a World, with something to train."""
         registry = self._driver.prepared
         if not registry.models or not registry.optimizers:
-            raise UserError(
-                "the loop began before ctx.prepare was given a model and its optimizer"
-            )
+            raise UserError("the loop began before ctx.prepare was given a model and its optimizer")
         self.sync()
 
     def sync(self) -> None:
@@ -274,9 +272,7 @@ class Context:
 
     # -- evaluation -------------------------------------------------------------------------
 
-    def evaluate(
-        self, fn: Callable[[Any], Mapping[str, Any]], loader: Any
-    ) -> dict[str, float]:
+    def evaluate(self, fn: Callable[[Any], Mapping[str, Any]], loader: Any) -> dict[str, float]:
         """Return named means over a loader, equal on all workers and in every World.
 
         Args:

@@ -93,8 +93,8 @@ def _array_to_plain(value: Any, path: str) -> Any:
             return to_plain(value.item(), path)
         if value.dtype.hasobject:
             raise NotPlain(path, value)
-        data = base64.b64encode(value.tobytes()).decode()
-        return {_TENSOR: ["numpy", str(value.dtype), list(value.shape), data]}
+        text = base64.b64encode(value.tobytes()).decode()
+        return {_TENSOR: ["numpy", str(value.dtype), list(value.shape), text]}
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         host = value.detach().to("cpu").contiguous()

@@ -156,7 +156,9 @@ class Worker:
             earlier["value"] = from_plain(earlier.get("value"))
             return RunResult(**earlier)
         if call > self.spec.run_index:
-            raise Misconfigured("elastic.run() was called inside elastic.run()", hint="call it once")
+            raise Misconfigured(
+                "elastic.run() was called inside elastic.run()", hint="call it once"
+            )
         self._call(fn, args, kwargs)
         raise _Done
 
@@ -164,6 +166,7 @@ class Worker:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> None:
         while True:
+            seed_everything(self.spec.config.seed, 0, 0)  # equal models on every worker
             context, engine, checkpoints = self._build()
             try:
                 value = fn(context, *args, **(kwargs or {}))
@@ -200,9 +203,7 @@ class Worker:
         self.driver = driver
         extras = Extras(driver)
         roots = [root for root in (config.checkpoint, config.remote) if root]
-        restorer = Restorer(
-            driver, extras, roots=roots, resume=config.resume, first=self._first
-        )
+        restorer = Restorer(driver, extras, roots=roots, resume=config.resume, first=self._first)
         checkpoints = Checkpoints(driver, extras, arena_fd=self._arena_fd, enabled=bool(roots))
         reformer = Reformer(driver, extras, restorer, spec.token)
         engine = Engine(driver, reformer, checkpoints)
@@ -232,7 +233,9 @@ class Worker:
         try:
             plain = to_plain(value) if driver.rank == 0 else None
         except NotPlain as error:
-            raise UserError(f"what {self.spec.script.shown} returned cannot be handed on: {error}") from error
+            raise UserError(
+                f"what {self.spec.script.shown} returned cannot be handed on: {error}"
+            ) from error
         self.events.emit("worker.finished", step=driver.step, value=None)
         driver.phase(WorkerPhase.FINISHED)
         self._say_finished(driver, plain, value)
@@ -248,9 +251,7 @@ class Worker:
     def _say_finished(self, driver: Driver, plain: Any, value: Any) -> None:
         if driver.rank == 0 and plain is None:
             plain = to_plain(value)
-        self.control.send(
-            t="finished", value=plain, step=driver.step, generation=driver.generation
-        )
+        self.control.send(t="finished", value=plain, step=driver.step, generation=driver.generation)
         if not driver.formed:
             driver.formed = True
             self.control.send(t="formed", generation=driver.generation, step=driver.step)
@@ -351,6 +352,5 @@ def _refuse_local_clipping(worker: Worker) -> None:
             )
         return real(parameters, *args, **kwargs)
 
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_  # type: ignore[assignment]
-    torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_  # type: ignore[assignment]
-
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_

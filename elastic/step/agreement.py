@@ -149,9 +149,7 @@ def conclude(agreement: Agreement) -> Outcome:
 
     Raises Disagreement when the payloads are of different agreements.
     """
-    rows = [
-        msgpack.unpackb(raw, strict_map_key=False) for raw in msgpack.unpackb(agreement.result)
-    ]
+    rows = [msgpack.unpackb(raw, strict_map_key=False) for raw in msgpack.unpackb(agreement.result)]
     heads = {(row[0], row[1], row[2]) for row in rows}
     if heads != {(agreement.seq, agreement.kind, agreement.step)}:
         raise Disagreement(

@@ -31,7 +31,7 @@ class StoreUnreachable(ElasticError):
     """No agent of the World serves the bootstrap store any more, or the wait was interrupted."""
 
 
-class BootstrapStore(dist.Store):
+class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]
     """A torch Store over the agents' bootstrap service.
 
     Args:

@@ -271,9 +271,7 @@ class Driver:
         computed_at_s = time.monotonic()
         self.phase(WorkerPhase.EXCHANGE)
         self.check_alive()
-        self.exchange.reduce(
-            self.fold.nodes(), plan.present, plan.total_weight, self._constant
-        )
+        self.exchange.reduce(self.fold.nodes(), plan.present, plan.total_weight, self._constant)
         self.finish_healing()
         self.gradients = {s for s, who in enumerate(self.placement) if self.worker_id in who}
         self.gradient_step = plan.step
@@ -468,9 +466,7 @@ class Driver:
         if record is None:
             return
         if not record.outcome.finite:
-            self.events.emit(
-                "step.skipped", step=record.step, reason="the gradient is not finite"
-            )
+            self.events.emit("step.skipped", step=record.step, reason="the gradient is not finite")
         self.events.emit(
             "step.committed",
             step=record.step,

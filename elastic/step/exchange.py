@@ -263,9 +263,7 @@ class Exchange:
             if holder != self._rank
         ]
 
-    def _take_constant(
-        self, constant: torch.Tensor | None, posted: Sequence[Any]
-    ) -> list[Any]:
+    def _take_constant(self, constant: torch.Tensor | None, posted: Sequence[Any]) -> list[Any]:
         if not self._layout.has_buffers:
             self._finished_constant.copy_(self._layout.canonical)
         elif constant is not None and self._rank in self._constant_holders:

@@ -177,9 +177,7 @@ class StateLayout:
         self.live = torch.zeros_like(self.canonical)
         self._adopt()
         specs = [
-            ParamSpec(
-                name=e.name, rows=e.rows, row_bytes=e.row_bytes, splittable=splittable
-            )
+            ParamSpec(name=e.name, rows=e.rows, row_bytes=e.row_bytes, splittable=splittable)
             for e in self.trainable
         ]
         self.segments: tuple[Segment, ...] = cut(specs, num_segments)
@@ -276,8 +274,8 @@ class StateLayout:
 
     def crc(self) -> str:
         """Return a checksum of all rows (trainable, buffers, frozen)."""
-        total = google_crc32c.value(memoryview(self.flat.cpu().numpy()))
-        total = google_crc32c.extend(total, memoryview(self.canonical.cpu().numpy()))
+        total = google_crc32c.value(self.flat.cpu().numpy())
+        total = google_crc32c.extend(total, self.canonical.cpu().numpy())
         return f"{total:08x}"
 
     def fingerprint(self) -> str:

@@ -85,7 +85,9 @@ class Group:
             with self._lock:
                 self._before = _sockets()
             backend = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"g{self.generation}", store),
+                dist.PrefixStore(  # type: ignore[attr-defined]
+                    f"g{self.generation}", store
+                ),
                 self.rank,
                 self.size,
                 timedelta(seconds=timeout_s),
@@ -218,9 +220,7 @@ class Group:
         second = torch.zeros(max(lengths), dtype=torch.uint8)
         if data:
             second[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [
-            raw[:n] for raw, n in zip(self._allgather(second), lengths, strict=True)
-        ]
+        return [raw[:n] for raw, n in zip(self._allgather(second), lengths, strict=True)]
 
     def _allgather(self, mine: torch.Tensor) -> list[bytes]:
         outputs = [torch.empty_like(mine) for _ in range(self.size)]

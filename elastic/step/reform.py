@@ -71,9 +71,7 @@ class Reformer:
         token: the job's token, for the bootstrap store.
     """
 
-    def __init__(
-        self, driver: Driver, extras: Extras, restorer: Restorer, token: str
-    ) -> None:
+    def __init__(self, driver: Driver, extras: Extras, restorer: Restorer, token: str) -> None:
         self._driver = driver
         self._extras = extras
         self._restorer = restorer
@@ -154,9 +152,7 @@ class Reformer:
                 driver.group = None
                 newest = driver.control.newest_world()
                 if newest is not None and newest.generation == after:
-                    driver.control.send(
-                        t="peer_error", generation=after, error=str(error)[:200]
-                    )
+                    driver.control.send(t="peer_error", generation=after, error=str(error)[:200])
                 continue
             return
 
@@ -174,7 +170,8 @@ class Reformer:
         driver.formed = False
         driver.events.bind(generation=world.generation, rank=group.rank)
         inventories = [
-            _decode_inventory(raw) for raw in group.gather_bytes(_encode_inventory(self.inventory()))
+            _decode_inventory(raw)
+            for raw in group.gather_bytes(_encode_inventory(self.inventory()))
         ]
         self._check_layouts(inventories)
         base = "initial"
@@ -277,9 +274,7 @@ class Reformer:
             driver.held.update(driver.received)
         driver.received = {}
 
-    def _share_extras(
-        self, plan: Plan, inventories: Sequence[Inventory], group: Group
-    ) -> None:
+    def _share_extras(self, plan: Plan, inventories: Sequence[Inventory], group: Group) -> None:
         if plan.base != "survivors" or not any(i.fresh for i in inventories):
             return
         source = next(rank for rank, i in enumerate(inventories) if not i.fresh)
@@ -309,9 +304,7 @@ class Reformer:
             finished_constant=driver.finished_constant,
         )
         mine = set(self._mine(plan))
-        trainable = {
-            s for s in mine | driver.held.keys() if s < driver.layout.num_trainable
-        }
+        trainable = {s for s in mine | driver.held.keys() if s < driver.layout.num_trainable}
         for optimizer in driver.optimizers:
             optimizer.hold(trainable)
 

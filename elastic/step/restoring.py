@@ -65,9 +65,7 @@ class Restorer:
             roots = [str(self._resume)]
         if not roots:
             return b""
-        checkpoint = (
-            ckpt.open_latest(roots) if step is None else _open_step(roots, step)
-        )
+        checkpoint = ckpt.open_latest(roots) if step is None else _open_step(roots, step)
         if checkpoint is None:
             if step is not None or roots is not self._roots:
                 raise Misconfigured(
@@ -119,7 +117,9 @@ class Restorer:
         for segment in segments:
             if segment == layout.num_trainable:
                 for entry in layout.constant:
-                    self._want(requests, copies, entry.name, 0, entry.rows, entry.view(layout.canonical))
+                    self._want(
+                        requests, copies, entry.name, 0, entry.rows, entry.view(layout.canonical)
+                    )
                 continue
             for piece in layout.segments[segment].pieces:
                 entry = layout.trainable[piece.param]

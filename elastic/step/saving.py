@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ckpt.slices import TensorSlice
@@ -35,7 +34,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     host = tensor.detach().to("cpu").contiguous()
     if host.numel() == 0:
         return memoryview(b"")
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy())
+    return _view(host.reshape(-1).view(torch.uint8).numpy())
+
+
+def _view(array: Any) -> memoryview:
+    return memoryview(array)
 
 
 def pieces_of(
@@ -119,5 +122,5 @@ def _state(
                 start=0,
                 stop=len(text),
             ),
-            memoryview(np.frombuffer(text, dtype=np.uint8)),
+            memoryview(text),
         )
