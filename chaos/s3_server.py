@@ -55,7 +55,7 @@ REQUEST_TIMEOUT_S = 10.0
 MEMORY_LIMIT = "700MiB"  # for its garbage collector; it takes twice as much if it may
 PARENT_PAUSE_S = 0.5
 SOCKET_DIRECTORY = Path("/tmp")  # fixed in the program
-STALE_SOCKET_S = 60.0
+STALE_SOCKET_S = 5.0  # far longer than a starting server takes from bind to listen
 PROBE_BUCKET = "everstep-ready"
 PORTS = (  # one each, and its gRPC twin; what is not listed is turned off
     "master.port",
@@ -283,7 +283,7 @@ class S3Server:
         self._started_before = True
 
     def _serves(self) -> bool:
-        """Return whether it takes our keys (so it is ours) and keeps an object."""
+        """Return whether it listens everywhere, takes our keys (so it is ours), keeps an object."""
         content = b"ready"
         path = f"/{PROBE_BUCKET}/object"
         steps = (
@@ -298,6 +298,8 @@ class S3Server:
                 status, answer = self._request(method, target, body)
                 if status not in accepted or (method == "GET" and answer != content):
                     return False
+            for port in self._ports.values():  # a part that binds late could still lose its port
+                socket.create_connection((LOOPBACK, port), REQUEST_TIMEOUT_S).close()
         except (OSError, http.client.HTTPException):
             return False
         return True
@@ -322,7 +324,7 @@ class S3Server:
         for path in SOCKET_DIRECTORY.glob("seaweedfs-*.sock"):
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
                 facts = path.stat()
-                old = time.time() - facts.st_mtime > STALE_SOCKET_S  # a young one may be starting
+                old = time.time() - facts.st_mtime > STALE_SOCKET_S
                 mine = facts.st_uid == os.geteuid() and (old or path.name.endswith(ours))
                 if mine and probe.connect_ex(str(path)) != 0:
                     path.unlink()
