@@ -1,1 +1,1 @@
-"""Who is in the World. Never imports torch."""
+"""Who is in the World: the records that agents share, where they are kept, what follows."""
