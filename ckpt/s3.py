@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -188,7 +189,7 @@ class S3:
         if isinstance(error, TimeoutError):
             return Retryable(f"{place} did not answer in time", kind="timeout")
         return Retryable(
-            f"{place} cannot be reached: {error}",
+            f"{place} cannot be reached: {_without_query(error)}",
             kind="unreachable",
             hint="check the network and AWS_ENDPOINT_URL",
         )
@@ -256,13 +257,20 @@ def _file_system(options: Mapping[str, Any]) -> Any:
     config |= configured.get("config_kwargs", {})
     config |= options.get("config_kwargs", {})
     fs = s3fs.S3FileSystem(
-        asynchronous=True,
-        use_listings_cache=False,
-        skip_instance_cache=True,
-        **{**options, "config_kwargs": config},
+        **{
+            **options,
+            "config_kwargs": config,
+            "asynchronous": True,
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+        }
     )
     fs.retries = 1
     return fs
+
+
+def _without_query(error: BaseException) -> str:
+    return re.sub(r"\?[^\s\"']*", "", str(error))
 
 
 def _root(error: BaseException) -> BaseException:

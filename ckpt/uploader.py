@@ -72,6 +72,7 @@ class Journal:
         if not self._open:
             with contextlib.suppress(OSError):
                 self._path.unlink()
+                self._directory.rmdir()
         os.close(self._fd)
         self._fd = -1
 
