@@ -1,0 +1,78 @@
+"""Figures of this machine: `bench.py NAME --json` prints one object with the figures of that name.
+
+Each figure is a time or a ratio measured in one call on one machine, peers beside us; none is a
+test. docs/benchmarks.md says what each key means; times are in ms unless the key says otherwise. A
+figure that could not be taken is null, with a why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from elastic.errors import ElasticError
+from scripts import bench_recovery
+from scripts.programs import ProgramFailed, signals_raise
+
+LATER = ("step", "join", "detect", "control", "save", "restore", "torn", "peers", "goodput")
+MISCONFIGURED = 2
+INFRASTRUCTURE = 7
+
+
+class Names(click.Group):
+    """Sub-commands by name; one that is planned but not there says so."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Answer a name that has no figures yet with one sentence and exit code 2."""
+        if args and args[0] in LATER:
+            print(f"bench: {args[0]} is not there yet; there is: recovery", file=sys.stderr)
+            ctx.exit(MISCONFIGURED)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Names)
+def main() -> None:
+    """Measure figures of this machine."""
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--runs", type=click.IntRange(1), default=10, show_default=True, help="Kills.")
+@click.option("--stops", type=click.IntRange(0), default=3, show_default=True, help="SIGSTOPs.")
+@click.option("--workers", type=click.IntRange(2), default=4, show_default=True)
+@click.option("--width", type=click.IntRange(8), default=1024, show_default=True)
+@click.option("--depth", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True, help="Chooses victims and moments.")
+@click.option("--peers/--no-peers", default=True, show_default=True)
+@click.option("--peer-runs", type=click.IntRange(1), default=5, show_default=True)
+def recovery(*, as_json: bool, **given: Any) -> None:
+    """Measure what it costs to lose one worker, beside a restart by torchrun."""
+    options = bench_recovery.Options(**given)
+    say = Console(stderr=True, highlight=False).print
+    with signals_raise():
+        try:
+            result = bench_recovery.run(options, say)
+        except (ProgramFailed, ElasticError) as error:
+            print(f"bench: {error}", file=sys.stderr)
+            sys.exit(INFRASTRUCTURE)
+        except KeyboardInterrupt:
+            print("bench: interrupted; everything it started has ended", file=sys.stderr)
+            sys.exit(130)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        Console().print(bench_recovery.table(result))
+
+
+if __name__ == "__main__":
+    main()
