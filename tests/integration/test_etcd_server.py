@@ -156,7 +156,7 @@ def test_starting_leaves_the_event_loop_free(tmp_path):
             nonlocal ticks
             while True:
                 ticks += 1
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # sleep: other work of the loop
 
         ticker = asyncio.create_task(tick())
         server = await EtcdServer(tmp_path / "etcd").start_async()
