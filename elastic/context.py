@@ -227,7 +227,10 @@ class Context:
     def log(self, **scalars: Any) -> None:
         """Record values of this micro-batch; published as means over the step, once committed."""
         recorder = self._driver.prepared.recorder
-        values = {key: float(value) for key, value in scalars.items()}
+        values = {
+            key: float(value.item() if isinstance(value, torch.Tensor) else value)
+            for key, value in scalars.items()
+        }
         if recorder.in_body:
             recorder.log.update(values)
 

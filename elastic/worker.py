@@ -227,9 +227,9 @@ class Worker:
         driver = engine.driver
         engine.check_not_in_step("the end of the training function")
         context.sync()
-        if checkpoints.enabled and 0 < driver.step != checkpoints.last_staged:
-            if driver.step != engine.reformer.restored_step:
-                checkpoints.stage(driver.step)
+        saved = (checkpoints.last_staged, engine.reformer.restored_step)
+        if checkpoints.enabled and driver.step > 0 and driver.step not in saved:
+            checkpoints.stage(driver.step)
         try:
             plain = to_plain(value) if driver.rank == 0 else None
         except NotPlain as error:

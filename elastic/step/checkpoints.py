@@ -128,18 +128,17 @@ class Checkpoints:
         mine = [s for s, who in enumerate(driver.placement) if who[0] == driver.worker_id]
         pieces = pieces_of(mine, driver.layout, driver.optimizers)
         total = sum(-(-len(data) // 64) * 64 for _, data in pieces)
-        arena = self._arena_of(total)
-        half = None
-        if arena is not None:
-            half = arena.stage(
-                step=step,
-                generation=driver.agreed_generation,
-                pieces=pieces,
-                extra=self._extras.to_dict(),
-                segments=mine,
-                num_segments=driver.layout.num_segments,
-                lineage=driver.lineage,
-            )
+        if self._arena is None:
+            self._arena = Arena(self._arena_fd, total + _HALF_SLACK_BYTES)
+        half = self._arena.stage(
+            step=step,
+            generation=driver.agreed_generation,
+            pieces=pieces,
+            extra=self._extras.to_dict(),
+            segments=mine,
+            num_segments=driver.layout.num_segments,
+            lineage=driver.lineage,
+        )
         blocked_ms = 1e3 * (time.monotonic() - began_s)
         self._retry = half is None
         if half is None:
@@ -166,16 +165,6 @@ class Checkpoints:
             num_segments=driver.layout.num_segments,
             lineage=driver.lineage,
         )
-
-    def _arena_of(self, need: int) -> Arena | None:
-        """Return an arena whose halves hold `need` bytes; it grows only while nobody reads it."""
-        need += _HALF_SLACK_BYTES
-        if self._arena is not None and self._arena.half_bytes >= need:
-            return self._arena
-        if self._busy:
-            return None
-        self._arena = Arena(self._arena_fd, need)
-        return self._arena
 
     def reshaped(self) -> None:
         """After a reshape, ask again for a checkpoint that may have lost a part."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 16384
 _LENGTH_BYTES = 4
+_CONNECT_TIMEOUT_S = 15.0
 
 
 class GroupBroken(ElasticError):
@@ -66,6 +67,7 @@ class Group:
         self._known: dict[int, str] | None = None
         self._store: BootstrapStore | None = None
         self._cut = False
+        self._built_or_cut = threading.Event()
 
     def build(self, store: BootstrapStore, *, timeout_s: float) -> None:
         """Connect to every other rank of the generation; about 10 ms for four ranks.
@@ -80,28 +82,44 @@ class Group:
             if self._cut:
                 raise GroupBroken("the group was cut before it was built")
             self._store = store
+        built: list[Any] = []
+        # In a thread of its own: the constructor waits for peers to connect, and a peer that died
+        # after it published its address never will. A cut abandons it to its short timeout.
+        builder = threading.Thread(
+            target=self._construct, args=(store, built), name="everstep-build", daemon=True
+        )
+        builder.start()
+        self._built_or_cut.wait()
+        with self._lock:
+            if not built or self._cut:
+                pass
+            elif isinstance(built[0], BaseException):
+                raise GroupBroken(f"building generation {self.generation}: {built[0]}")
+            else:
+                now = _sockets()
+                self._known = {f: link for f, link in now.items() if self._before.get(f) != link}
+                self._group = built[0]
+        if self._group is None:
+            self._shut()
+            raise GroupBroken("the group was cut while it was built")
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def _construct(self, store: BootstrapStore, built: list[Any]) -> None:
         try:
             store.connect()
             with self._lock:
                 self._before = _sockets()
-            backend = dist.ProcessGroupGloo(
-                dist.PrefixStore(  # type: ignore[attr-defined]
-                    f"g{self.generation}", store
-                ),
+            group = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"g{self.generation}", store),  # type: ignore[attr-defined]
                 self.rank,
                 self.size,
-                timedelta(seconds=timeout_s),
+                timedelta(seconds=_CONNECT_TIMEOUT_S),
             )
-        except (RuntimeError, ElasticError) as error:
-            raise GroupBroken(f"building generation {self.generation}: {error}") from error
-        with self._lock:
-            now = _sockets()
-            self._known = {fd: link for fd, link in now.items() if self._before.get(fd) != link}
-            self._group = backend
-            cut = self._cut
-        if cut:
-            self._shut()
-            raise GroupBroken("the group was cut while it was built")
+            built.append(group)
+        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+            built.append(error)
+        finally:
+            self._built_or_cut.set()
 
     @property
     def backend(self) -> Any:
@@ -115,6 +133,7 @@ class Group:
                 return
             self._cut = True
             store = self._store
+        self._built_or_cut.set()
         if store is not None:
             store.interrupt()
         self._shut()

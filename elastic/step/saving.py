@@ -50,8 +50,10 @@ def pieces_of(
     out: list[tuple[TensorSlice, memoryview]] = []
     for segment in segments:
         if segment == layout.num_trainable:
-            for entry in layout.constant:
-                out.append(_rows(entry, entry.view(layout.canonical), 0, entry.rows))
+            out.extend(
+                _rows(entry, entry.view(layout.canonical), 0, entry.rows)
+                for entry in layout.constant
+            )
             continue
         for piece in layout.segments[segment].pieces:
             entry = layout.trainable[piece.param]
