@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
-from tests.tidy.house import ROOT, SHIPPED, module_name, python_files, shown, tree
+from tests.tidy.house import ROOT, SHIPPED, module_name, project, python_files, shown
 
 LINES_ASK_WHY = 400
 LINES_MAX = 650
@@ -35,18 +33,7 @@ def test_module_names_say_what_is_inside():
     assert [file for file, name in names.items() if name in SAYS_NOTHING] == []
 
 
-def test_public_names_are_listed_in_packages_alone():
-    def lists_names(node):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        return any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets)
-
-    modules = [path for path in python_files(*SHIPPED) if path.name != "__init__.py"]
-    assert [shown(p) for p in modules if any(map(lists_names, tree(p).body))] == []
-
-
 def test_commands_of_the_wheel_exist():
-    from tests.tidy.house import project
-
     scripts = project()["project"]["scripts"]
     missing = [
         target
