@@ -1,16 +1,21 @@
-"""Cuts a job's trainable state into fixed segments, once and for all world sizes.
+"""The fixed cut of all trainable state; the same for every worker and every world size.
 
-All parameters in registration order form one space addressed by rows (dim 0 of each parameter).
-It is cut into nearly equal consecutive segments; every cut falls on a row, so that each piece of a
-segment is a block `[start:stop)` of one parameter, contiguous in memory. The cut depends on names
-and shapes alone: it is the same on every worker, in every World, and after every restore.
+Parameters in registration order form one long list of units: a unit is one dim-0 row, or a whole
+parameter when its optimizer is not elementwise. The list is cut between units into runs of nearly
+equal bytes. Cutting on rows makes every piece a dim-0 block of one parameter, so pieces can be
+sliced, sent, stored and restored without knowing anything else about the tensor.
 
+The cut depends on names, shapes and the wanted number alone. It never sees who holds what:
+arithmetic that runs segment by segment gives the same bits in every world. Nothing here touches
+tensors, and nothing here decides where segments live (see placement.py).
 Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """A parameter as the cut sees it.
+    """What the cut needs to know of one parameter.
 
     Args:
-        name: full name.
-        rows: size of dim 0; 1 for a 0-dim tensor, 0 for an empty one.
+        name: unique among the parameters of a job.
+        rows: size of dim 0; 1 for a 0-dim tensor; 0 for an empty one.
         row_bytes: bytes of one row.
-        splittable: False keeps all rows in one segment.
+        splittable: False keeps the whole parameter in one segment.
     """
 
     name: str
@@ -35,7 +40,7 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.row_bytes < 0:
-            raise ValueError(f"{self.name}: negative size")
+            raise ValueError(f"parameter {self.name}: rows and row_bytes must not be negative")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,113 +52,117 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """A fixed part of the state: consecutive pieces."""
+    """Consecutive pieces that are held, agreed on and moved as one."""
 
     index: int
     pieces: tuple[Piece, ...]
     nbytes: int
 
 
-def cut(params: Sequence[ParamSpec], num_segments: int) -> tuple[Segment, ...]:
-    """Return consecutive segments, nearly equal by bytes; each row is in exactly one piece.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The units of one parameter that has bytes."""
 
-    There are `num_segments`, or fewer when there is less to cut: no segment is without a row. An
-    empty parameter becomes an empty piece of the segment that is open where it stands. O(params +
-    segments), whatever the number of rows.
+    param: int
+    units: int
+    unit_bytes: int
+    unit_rows: int
+
+
+def cut(params: Sequence[ParamSpec], num_segments: int) -> tuple[Segment, ...]:
+    """Cut the state into `min(num_segments, units)` consecutive segments of nearly equal bytes.
+
+    As long as no unit is larger than a segment's fair share, every segment is within one largest
+    unit of it. A unit that is larger is a segment of its own or ends one, and what follows is
+    shared out anew. Parameters without bytes are whole pieces of the segment they stand in.
+
+    Args:
+        params: in registration order.
+        num_segments: wanted number, at least 1.
+
+    Raises:
+        ValueError: `num_segments` is below 1 or two parameters have one name.
     """
     if num_segments < 1:
         raise ValueError(f"num_segments is {num_segments}; it must be at least 1")
-    total = sum(p.rows * p.row_bytes for p in params)
-    units = sum((p.rows if p.splittable else min(p.rows, 1)) for p in params)
-    wanted = min(num_segments, units)
-    if wanted == 0:
-        return _only_empty(params)
-    cutter = _Cutter(wanted, total, units)
-    for index, param in enumerate(params):
-        cutter.add(index, param)
-    return cutter.finish()
-
-
-def _only_empty(params: Sequence[ParamSpec]) -> tuple[Segment, ...]:
+    if len({p.name for p in params}) != len(params):
+        raise ValueError("two parameters have the same name")
     if not params:
         return ()
-    pieces = tuple(Piece(i, 0, p.rows) for i, p in enumerate(params))
-    return (Segment(index=0, pieces=pieces, nbytes=0),)
+    runs = [_run(i, p) for i, p in enumerate(params) if p.rows * p.row_bytes > 0]
+    if not runs:
+        pieces = tuple(Piece(i, 0, p.rows) for i, p in enumerate(params))
+        return (Segment(0, pieces, 0),)
+    bounds = _bounds(runs, num_segments)
+    return _segments(params, runs, bounds)
 
 
-class _Cutter:
-    """Fills one segment after the other; closes it at its share of the bytes."""
+def _run(index: int, param: ParamSpec) -> _Run:
+    if param.splittable:
+        return _Run(index, param.rows, param.row_bytes, 1)
+    return _Run(index, 1, param.rows * param.row_bytes, param.rows)
 
-    def __init__(self, wanted: int, total: int, units: int) -> None:
-        self._wanted = wanted
-        self._total = total
-        self._units_left = units
-        self._done: list[Segment] = []
-        self._pieces: list[Piece] = []
-        self._bytes = 0
-        self._bytes_before = 0
 
-    def add(self, index: int, param: ParamSpec) -> None:
-        if param.rows == 0:
-            self._pieces.append(Piece(index, 0, 0))
-            return
-        start = 0
-        while start < param.rows:
-            take = self._rows_to_take(param, param.rows - start)
-            self._take(index, start, take, param)
-            start += take
+def _bounds(runs: Sequence[_Run], num_segments: int) -> list[int]:
+    """Return the unit numbers at which segments begin and end, 0 and the number of units included.
 
-    def _rows_to_take(self, param: ParamSpec, left: int) -> int:
-        if not param.splittable:
-            return left
-        segments_left = self._wanted - len(self._done)
-        if segments_left == 1:
-            return left
-        # Every later segment needs a unit of its own.
-        most = self._units_left - (segments_left - 1)
-        if param.row_bytes == 0:
-            return max(1, min(left, most))
-        goal = self._goal() - self._bytes_before - self._bytes
-        rows = max(1, round(goal / param.row_bytes))
-        return max(1, min(left, most, rows))
+    Each bound is the one nearest to its ideal byte position. Ideal positions are equally spaced
+    from the last *anchor*; a bound that missed its ideal by more than half a share (a large unit
+    lay there) becomes the next anchor. So small misses never add up, and a large unit does not
+    starve its neighbours. Integers only: the same on every machine.
+    """
+    first_unit = [0, *accumulate(r.units for r in runs)]
+    first_byte = [0, *accumulate(r.units * r.unit_bytes for r in runs)]
+    units, total = first_unit[-1], first_byte[-1]
+    count = min(num_segments, units)
 
-    def _goal(self) -> float:
-        return self._total * (len(self._done) + 1) / self._wanted
+    def byte_at(unit: int) -> int:
+        k = min(bisect_right(first_unit, unit) - 1, len(runs) - 1)
+        return first_byte[k] + (unit - first_unit[k]) * runs[k].unit_bytes
 
-    def _take(self, index: int, start: int, rows: int, param: ParamSpec) -> None:
-        self._pieces.append(Piece(index, start, start + rows))
-        self._bytes += rows * param.row_bytes
-        self._units_left -= rows if param.splittable else 1
-        segments_left = self._wanted - len(self._done)
-        if segments_left == 1:
-            return
-        filled = self._bytes_before + self._bytes
-        # Close when the next row would take the end further from the goal than it is now.
-        reached = filled + param.row_bytes * (0.5 if param.splittable else 0.0) >= self._goal()
-        if reached or self._units_left == segments_left - 1:
-            self._close()
+    bounds = [0]
+    anchor, anchor_index = 0, 0
+    for index in range(1, count):
+        shares = count - anchor_index  # the rest after the anchor is cut into this many
+        ideal = anchor * shares + (total - anchor) * (index - anchor_index)  # scaled by `shares`
+        k = min(bisect_right(first_byte, ideal // shares) - 1, len(runs) - 1)
+        run = runs[k]
+        into = ideal - first_byte[k] * shares
+        unit = first_unit[k] + (2 * into + run.unit_bytes * shares) // (2 * run.unit_bytes * shares)
+        unit = max(bounds[-1] + 1, min(unit, units - (count - index)))
+        bounds.append(unit)
+        miss = abs(byte_at(unit) * shares - ideal)
+        if 2 * miss > total - anchor:
+            anchor, anchor_index = byte_at(unit), index
+    return [*bounds, units]
 
-    def _close(self) -> None:
-        self._done.append(
-            Segment(index=len(self._done), pieces=tuple(self._pieces), nbytes=self._bytes)
-        )
-        self._bytes_before += self._bytes
-        self._pieces = []
-        self._bytes = 0
 
-    def finish(self) -> tuple[Segment, ...]:
-        """Close the last segment; empty parameters at the end stay in it."""
-        if any(piece.stop > piece.start for piece in self._pieces):
-            self._close()
-        elif self._pieces:
-            last = self._done.pop()
-            self._done.append(
-                Segment(
-                    index=last.index,
-                    pieces=(*last.pieces, *self._pieces),
-                    nbytes=last.nbytes,
-                )
-            )
-        return tuple(self._done)
+def _segments(
+    params: Sequence[ParamSpec], runs: Sequence[_Run], bounds: Sequence[int]
+) -> tuple[Segment, ...]:
+    run_of = {r.param: r for r in runs}
+    pieces: list[list[Piece]] = [[] for _ in bounds[1:]]
+    sizes = [0] * len(pieces)
+    unit = 0  # number of the next unit in the whole list
+    here = 0  # segment that the next unit belongs to
+    for index, param in enumerate(params):
+        run = run_of.get(index)
+        if run is None:
+            pieces[min(here, len(pieces) - 1)].append(Piece(index, 0, param.rows))
+            continue
+        end = unit + run.units
+        begin = unit
+        while unit < end:
+            stop = min(end, bounds[here + 1])
+            start_row = (unit - begin) * run.unit_rows
+            stop_row = (stop - begin) * run.unit_rows
+            pieces[here].append(Piece(index, start_row, stop_row))
+            sizes[here] += (stop - unit) * run.unit_bytes
+            unit = stop
+            if unit == bounds[here + 1]:
+                here += 1
+    return tuple(
+        Segment(i, tuple(p), n) for i, (p, n) in enumerate(zip(pieces, sizes, strict=True))
+    )

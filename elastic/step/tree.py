@@ -1,20 +1,25 @@
-"""The fixed summation tree of a step: which sums exist, whoever computes them.
+"""The order in which the gradients of a step are added: a fixed binary tree over its leaves.
 
-The leaves are the micro-batches 0..L-1 of a global step. A node covers [lo:hi) and is split at the
-largest power of two below its size, so blocks of a power of two are aligned. A worker with a
-contiguous range of leaves forms the largest nodes inside its range and sends them; the primary of a
-segment finishes the tree from all of them. Floating-point addition does not associate, so it is
-this shape, and not the sum alone, that makes results independent of the placement.
+    leaves 0..7, five of them present:        a node [lo:hi) splits at the largest power of two
+                 [0:8)                        below its size
+             /          \\
+          [0:4)        [4:8) = leaf 4         only leaf 4 lives on the right: it passes through
+          /    \\                              unchanged, never added to a zero
+      [0:2)   [2:4)
 
-Leaves from `present` on are empty (the tail of an epoch): a node without a present leaf does not
-exist, and its sibling passes through unchanged. Nothing is multiplied by zero.
+Floating-point addition is not associative, so the sum must have one shape whoever computes it. A
+worker with leaves [start:stop) adds only where a whole node lies inside its range; the partial
+sums it ends with are sent, and the receiver goes on along the same tree. Empty leaves (the tail of
+an epoch) are skipped, which is not the same as adding zero (-0.0 + 0.0 is 0.0).
 
+A node is named by the largest range that has the same present leaves. So a name says exactly which
+leaves are in a sum, and workers that disagree about a name cannot be added by mistake.
+Nothing here adds numbers; it only says which sums, in which order.
 Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,89 +27,105 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """The sum of leaves [lo:hi)."""
+    """The sum of all present leaves in [lo:hi)."""
 
     lo: int
     hi: int
 
 
-def split(node: Node) -> tuple[Node, Node]:
-    """Return the two children of a node of more than one leaf."""
-    size = node.hi - node.lo
-    if size < 2:
-        raise ValueError(f"{node} is a leaf")
-    middle = node.lo + (1 << (size - 1).bit_length() - 1)
-    return Node(node.lo, middle), Node(middle, node.hi)
-
-
-@lru_cache(maxsize=4096)
 def partials(start: int, stop: int, num_leaves: int, present: int) -> tuple[Node, ...]:
-    """Return the largest nodes that leaves [start:stop) can form, in leaf order.
+    """Return, from left to right, the fewest nodes that cover the present leaves in [start:stop).
 
-    Nodes without a present leaf are left out; there are at most 2 log2(num_leaves).
+    Args:
+        start, stop: the worker's leaves; may be empty.
+        num_leaves: leaves of a full step.
+        present: leaves [0:present) are not empty in this step.
     """
+    _check(num_leaves, present)
+    if not 0 <= start <= stop <= num_leaves:
+        raise ValueError(f"leaves [{start}:{stop}) are not within [0:{num_leaves})")
     found: list[Node] = []
-    pending = [Node(0, num_leaves)]
-    while pending:
-        node = pending.pop()
-        if node.lo >= present or node.hi <= start or node.lo >= stop:
-            continue
-        if start <= node.lo and node.hi <= stop:
-            found.append(node)
-            continue
-        left, right = split(node)
-        pending += [right, left]
+    if start < min(stop, present):
+        _cover(0, num_leaves, start, min(stop, present), present, found)
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def fold_after(leaf: int, start: int, stop: int, num_leaves: int, present: int) -> int:
-    """Return how many merges of the two topmost sums follow the push of a leaf.
+    """Return how often a worker adds the top two sums of its stack after it pushed `leaf`.
 
-    A worker pushes its leaves in order on a stack; after the last one the stack holds exactly the
-    sums of `partials`.
+    A worker pushes its leaves in order. After the last one its stack equals `partials`.
     """
-    count = 0
-    for top in partials(start, stop, num_leaves, present):
-        if not top.lo <= leaf < top.hi:
-            continue
-        node = top
-        while node.hi - node.lo > 1:
-            left, right = split(node)
-            if leaf < right.lo:
-                node = left
-                continue
-            if leaf == min(node.hi, present) - 1:
-                count += 1  # this leaf completes the node, and its left child came before
-            node = right
-    return count
+    if not start <= leaf < min(stop, present):
+        raise ValueError(f"leaf {leaf} is not a present one of [{start}:{stop}), {present} present")
+    before = len(partials(start, leaf, num_leaves, present))
+    after = len(partials(start, leaf + 1, num_leaves, present))
+    return before + 1 - after
 
 
 def merges(
     nodes: Iterable[Node], num_leaves: int, present: int
 ) -> tuple[tuple[Node, Node, Node], ...]:
-    """Return the additions (left, right, result) that finish the tree, in order.
+    """Return the additions (left, right, result) that finish the tree from all partial sums.
 
-    Args:
-        nodes: the sums at hand: all workers' `partials`.
+    Each sum is used once; the last result is the root. Without present leaves, or when one node
+    already is the root, there is nothing to add.
 
-    Raises ValueError when a present leaf is in none of them.
+    Raises:
+        ValueError: the nodes overlap, or do not cover exactly the present leaves.
     """
-    have = set(nodes)
-    steps: list[tuple[Node, Node, Node]] = []
+    _check(num_leaves, present)
+    have = list(nodes)
+    left_over = set(have)
+    if len(left_over) != len(have):
+        raise ValueError("a partial sum is named twice")
+    order: list[tuple[Node, Node, Node]] = []
+    if present:
+        _finish(Node(0, num_leaves), present, left_over, order)
+    if left_over:
+        raise ValueError(f"partial sums {sorted(left_over)} do not belong to this tree")
+    return tuple(order)
 
-    def value_of(node: Node) -> Node | None:
-        if node.lo >= present:
-            return None
-        if node in have:
-            return node
-        if node.hi - node.lo == 1:
-            raise ValueError(f"nobody has leaf {node.lo}")
-        left, right = (value_of(child) for child in split(node))
-        if left is None or right is None:
-            return left or right
-        steps.append((left, right, node))
-        return node
 
-    value_of(Node(0, num_leaves))
-    return tuple(steps)
+def _check(num_leaves: int, present: int) -> None:
+    if num_leaves < 1 or not 0 <= present <= num_leaves:
+        raise ValueError(f"{present} of {num_leaves} leaves cannot be present")
+
+
+def _split(lo: int, hi: int) -> int:
+    """Return where [lo:hi), two leaves or more, splits."""
+    return lo + (1 << (hi - lo - 1).bit_length() - 1)
+
+
+def _children(node: Node, present: int) -> tuple[Node, Node]:
+    """Return the two non-empty nodes whose sum is `node`; it has two present leaves or more."""
+    lo, hi = node
+    middle = _split(lo, hi)
+    while middle >= present:  # the right half is empty: the left one passes through
+        hi = middle
+        middle = _split(lo, hi)
+    return Node(lo, middle), Node(middle, hi)
+
+
+def _cover(lo: int, hi: int, start: int, stop: int, present: int, found: list[Node]) -> None:
+    last = min(hi, present)
+    if stop <= lo or last <= start:
+        return
+    if start <= lo and last <= stop:
+        found.append(Node(lo, hi))
+        return
+    for child in _children(Node(lo, hi), present):
+        _cover(*child, start, stop, present, found)
+
+
+def _finish(
+    node: Node, present: int, left_over: set[Node], order: list[tuple[Node, Node, Node]]
+) -> None:
+    if node in left_over:
+        left_over.remove(node)
+        return
+    if min(node.hi, present) - node.lo < 2:
+        raise ValueError(f"no partial sum has leaf {node.lo}")
+    left, right = _children(node, present)
+    _finish(left, present, left_over, order)
+    _finish(right, present, left_over, order)
+    order.append((left, right, node))
