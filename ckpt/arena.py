@@ -45,6 +45,7 @@ __all__ = ["HALVES", "Arena", "ArenaReader", "Sealed", "create_fd", "half_bytes_
 
 HALVES = 2
 _PAGE = 4096
+_COPY_BYTES = 4 * BLOCK_BYTES
 _MAGIC = b"EVERAREN"
 _VERSION = 1
 _ARENA = struct.Struct("<8sIIQ")
@@ -281,13 +282,9 @@ def _copy(memory: Bytes, layout: Layout, buffers: Sequence[Bytes]) -> list[int]:
         memory[at:offset] = 0
         at = offset + len(buffer)
         target = memory[offset:at]
-        if len(buffer) <= BLOCK_BYTES:
-            target[:] = buffer
-            crcs += block_crcs(target)
-            continue
-        for block in range(0, len(buffer), BLOCK_BYTES):  # the CRC finds the block in the cache
-            part = target[block : block + BLOCK_BYTES]
-            np.copyto(part, buffer[block : block + BLOCK_BYTES])
-            crcs.append(crc32c(part))
+        for start in range(0, len(buffer), _COPY_BYTES):  # the CRC finds the bytes in the cache
+            part = target[start : start + _COPY_BYTES]
+            np.copyto(part, buffer[start : start + _COPY_BYTES])
+            crcs += block_crcs(part)
     memory[at : layout.end] = 0
     return crcs

@@ -41,6 +41,7 @@ PACKS_DIR = "packs"
 
 _FORMAT = "everstep-checkpoint"
 _CRC_TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n\Z')
+_OBJECT = re.compile(rf"{PACKS_DIR}/[A-Za-z0-9][A-Za-z0-9._-]*\.pack\Z", re.ASCII)
 _STEP_DIR = re.compile(r"step-(\d{9,})\Z", re.ASCII)
 _GENERATION_DIR = re.compile(r"g(\d{4,})\Z", re.ASCII)
 
@@ -187,6 +188,9 @@ def _decode_tensors(raw: Mapping[str, Sequence[Any]] | None) -> dict[str, Tensor
 
 
 def _decode_packs(raw: Mapping[str, Sequence[Any]]) -> tuple[PackRef, ...]:
+    for name in raw["objects"]:
+        if not _OBJECT.match(name):  # it may not lead out of the checkpoint's directory
+            raise ValueError(f"{name!r} is no name of a pack")
     return tuple(
         PackRef(
             object=raw["objects"][i],

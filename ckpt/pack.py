@@ -296,11 +296,8 @@ def plain_json(value: Mapping[str, Any]) -> bytes:
     Raises ValueError that names the path of the first thing that is not plain: None, bool, int,
     finite float, str, and lists and string-keyed dicts of these.
     """
-    try:
-        return _dump(value, sort_keys=True)
-    except (TypeError, ValueError):
-        _check_plain(value, "extra")
-        raise
+    _check_plain(value, "extra")
+    return _dump(value, sort_keys=True)
 
 
 def _check_plain(value: Any, path: str) -> None:
