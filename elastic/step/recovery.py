@@ -24,6 +24,7 @@ from elastic.step.placement import place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
 Base = Literal["survivors", "initial", "checkpoint"]
 
@@ -154,13 +155,14 @@ def recover(
         )
     members = [inventory.worker_id for inventory in inventories]
     placement = place(holders, members, _hosts(inventories), num_segments, replicas)
+    applied = {i.worker_id for i in survivors if _applies(i, newest, behind)}
     return Plan(
         base="survivors",
         agreement=newest,
         step=step,
         behind=behind,
         placement=placement,
-        rows=_missing_rows(inventories, holders, step, num_segments),
+        rows=_missing_rows(inventories, holders, step, applied),
         state=_missing_state(placement, holders),
         lost=(),
     )
@@ -215,27 +217,44 @@ def _holders(
 ) -> dict[int, tuple[str, ...]]:
     """Return segment -> members that hold it at `step` once those behind have caught up."""
     completed_in = {i.agreement.generation for i in survivors if i.agreement is not None}
-    closes_step = newest is not None and newest.kind == "step"
     found: dict[int, list[str]] = {}
     for inventory in survivors:
         copies = dict(inventory.held)
         if inventory.received_generation in completed_in:
             copies.update(inventory.received)
-        catching_up = inventory.worker_id in behind and closes_step
+        applies = _applies(inventory, newest, behind)
         for segment, at in sorted(copies.items()):
-            if catching_up:
-                # Without the gradient it is a copy that moved away in this generation.
-                usable = at == step - 1 and segment in inventory.gradients
-                usable = usable and inventory.gradient_step == step
-            else:
-                usable = at == step
-            if at > step:
+            if at != (step - 1 if applies else step):
                 raise ProtocolViolation(
-                    f"{inventory.worker_id} holds segment {segment} at {at}, beyond {step}"
+                    f"{inventory.worker_id} holds segment {segment} at step {at} and is to have it "
+                    f"at {step} {'after applying one' if applies else 'without applying any'}"
                 )
-            if usable:
+            if not applies or _has_gradient(inventory, segment, newest, step):
                 found.setdefault(segment, []).append(inventory.worker_id)
     return {segment: tuple(held) for segment, held in found.items()}
+
+
+def _applies(inventory: Inventory, newest: Agreement | None, behind: Sequence[str]) -> bool:
+    """Return True for a worker that rolls its copies forward by one step."""
+    return newest is not None and newest.kind == "step" and inventory.worker_id in behind
+
+
+def _has_gradient(inventory: Inventory, segment: int, newest: Agreement | None, step: int) -> bool:
+    """Return True if a copy can be rolled forward; False if it moved away and is to be dropped.
+
+    A copy moves away in the first agreement of a generation, whose holders are the new ones. In
+    any later agreement, a held segment without its gradient means that the gate was broken.
+    """
+    assert newest is not None
+    if segment in inventory.gradients and inventory.gradient_step == step:
+        return True
+    before = inventory.agreement
+    if before is not None and before.generation == newest.generation:
+        raise ProtocolViolation(
+            f"{inventory.worker_id} entered the agreement of step {step} without the gradient of "
+            f"segment {segment}, which it holds"
+        )
+    return False
 
 
 def _hosts(inventories: Sequence[Inventory]) -> dict[str, str]:
@@ -269,16 +288,20 @@ def _missing_rows(
     inventories: Sequence[Inventory],
     holders: Mapping[int, tuple[str, ...]],
     step: int,
-    num_segments: int,
+    applied: AbstractSet[str],
 ) -> tuple[Transfer, ...]:
     lanes = _Lanes("rows")
     for inventory in inventories:
-        for segment in range(num_segments):
-            if inventory.worker_id in holders[segment]:
-                continue  # a holder's rows are those of its state
-            if not inventory.fresh and inventory.row_steps[segment] == step:
-                continue
-            lanes.add(segment, holders[segment], inventory.worker_id)
+        for segment, sources in sorted(holders.items()):
+            if inventory.worker_id in applied and inventory.worker_id in sources:
+                continue  # applying writes the rows too
+            at = None if inventory.fresh else inventory.row_steps[segment]
+            if at is not None and at > step:
+                raise ProtocolViolation(
+                    f"{inventory.worker_id} has rows of step {at}, and nobody agreed beyond {step}"
+                )
+            if at != step:
+                lanes.add(segment, sources, inventory.worker_id)
     return lanes.transfers()
 
 
@@ -320,7 +343,7 @@ def _begin(
     else:
         primaries = {segment: held[:1] for segment, held in enumerate(placement)}
         nothing = [Inventory(worker_id=i.worker_id, node=i.node, fresh=True) for i in inventories]
-        rows = _missing_rows(nothing, primaries, 0, num_segments)
+        rows = _missing_rows(nothing, primaries, 0, {i.worker_id for i in nothing})
         state = _missing_state(placement, primaries)
     return Plan(
         base=base,
