@@ -1,0 +1,87 @@
+"""Random histories of a small cluster: what never happens, and what happens in the end."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.membership.machine import Phase
+from tests.membership_cluster import Cluster
+
+AGENTS = ("a", "b")
+SLOTS = (0, 1)
+ACTIONS = ("die", "ready", "formed", "progress", "hold", "release", "advance", "lapse", "freeze")
+
+
+class Watched(Cluster):
+    """A cluster that checks each World on its way into the store."""
+
+    def wrote(self, name, member, write):
+        before = self.store.world
+        super().wrote(name, member, write)
+        world = self.store.world
+        if world is not before:
+            last = 0 if before is None else before.generation
+            assert world.generation == last + 1, "generations are a chain"
+            assert name in self.store.members, "only a member proposes"
+            for worker in world.workers:
+                # A dead worker is in a World only until its own agent has told of its death.
+                assert worker.node in self.agents
+
+
+def living(cluster: Cluster) -> dict[str, str]:
+    return {
+        worker_id: name
+        for name, agent in cluster.agents.items()
+        if not agent.gone
+        for worker_id in agent.pids
+    }
+
+
+def act(cluster: Cluster, action: str, number: int) -> None:
+    alive = sorted(living(cluster))
+    if action in ("hold", "release", "formed"):
+        if action != "formed" or cluster.store.world is not None:
+            cluster.do(action)
+    elif action == "advance":
+        cluster.do(f"advance {number % 7 / 4}")
+    elif action == "progress":
+        if cluster.world_workers():
+            cluster.do(f"progress step={10 + number}")
+    elif action == "lapse":
+        cluster.do(f"lapse {AGENTS[number % 2]}")
+    elif alive:
+        worker = cluster.alias[alive[number % len(alive)]]
+        if action == "die":
+            cluster.do(f"die {worker} signal=9")
+        else:
+            cluster.do(f"{action} {worker}")
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 60)), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_after_any_history_everybody_trains_again(history):
+    cluster = Watched(nodes="1:2", slots="2", max_failures="1000", hang_timeout_s="1")
+    for name in AGENTS:
+        cluster.do(f"start {name}")
+    for i, (action, number) in enumerate(history):
+        act(cluster, action, number + i)
+    if cluster.held:
+        cluster.do("release")
+    ended = {name for name, agent in cluster.agents.items() if agent.gone}
+    if ended:  # ten deaths in a row without a step end a job, with their cause
+        for name in ended:
+            assert cluster.agents[name].state.ending.outcome.exit_code == 5
+        return
+    # Now nothing fails any more: in bounded time everyone is in one World that has formed.
+    for round_ in range(40):
+        cluster.do("advance 1.0")
+        for worker_id in sorted(living(cluster)):
+            cluster.do(f"ready {cluster.alias[worker_id]}")
+        if cluster.store.world is not None:
+            cluster.do("formed")
+            cluster.do(f"progress step={200 + round_}")
+    for agent in cluster.agents.values():
+        assert agent.state.phase is Phase.FORMED, agent.decision.reason
+        assert agent.state.world == cluster.store.world
+    assert len(cluster.store.world.workers) == len(AGENTS) * len(SLOTS)
