@@ -18,9 +18,9 @@ __all__ = ["BLOCK_BYTES", "as_bytes", "block_crcs", "combine", "crc32c", "extend
 BLOCK_BYTES = 64 << 10
 """Size of the blocks that carry a CRC of their own; the last one of a slice is shorter.
 
-Reading some rows costs at most one block more at each end, so small blocks keep partial reads small;
-below this size the call costs as much as the CRC. The footer of each pack states its block size, so
-this may change.
+Reading some rows costs at most one block more at each end, so small blocks keep partial reads
+small; below this size the call costs as much as the CRC. The footer of each pack states its block
+size, so this may change.
 """
 
 Bytes = npt.NDArray[np.uint8]

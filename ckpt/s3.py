@@ -103,6 +103,7 @@ class S3:
         """
         end_s = self.loop.time() + deadline_s
         pause_s = PAUSE_S
+        known: Retryable | None = None
         while True:
             try:
                 left_s = end_s - self.loop.time()
@@ -116,8 +117,12 @@ class S3:
             except Exception as error:  # noqa: BLE001 - sorted right here
                 problem = self._sort(error, method, arguments.get("Key", ""))
                 wait_s = random.uniform(0.0, pause_s)  # noqa: S311 - jitter
-                if not isinstance(problem, Retryable) or self.loop.time() + wait_s >= end_s:
+                if isinstance(problem, Retryable) and problem.kind != "timeout":
+                    known = problem
+                if not isinstance(problem, Retryable):
                     raise problem from error
+                if self.loop.time() + wait_s >= end_s:
+                    raise known or problem from error  # the deadline itself explains nothing
                 if problem.kind == "credentials-expired":
                     await self._forget_session()
             await asyncio.sleep(wait_s)

@@ -51,7 +51,7 @@ class LocalTier:
     def probe(self) -> None:
         """Return if files can be written here. Makes the directory, leaves nothing in it."""
         path = self.root / _temporary("probe")
-        with self._errors(path):
+        with self._errors(self.root):
             _make_dirs(self.root)
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
@@ -248,7 +248,7 @@ def _translate(error: OSError, path: Path) -> NoReturn:
             raise Fatal(
                 f"{path} cannot be written: {why}", kind="disk-full", hint="make room on that disk"
             ) from error
-        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.EISDIR:
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.EISDIR | errno.EEXIST:
             raise Misconfigured(
                 f"{path} cannot be used: {why}",
                 kind="not-writable",

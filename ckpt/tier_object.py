@@ -194,6 +194,8 @@ class FsspecTier:
             except BaseException:
                 with contextlib.suppress(Exception):
                     file.discard()
+                with contextlib.suppress(Exception):  # where nothing can be held back
+                    self._fs.rm_file(self._full(path))
                 raise
             file.commit()
             size = int(self._fs.info(self._full(path))["size"])
