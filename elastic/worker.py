@@ -9,6 +9,7 @@ the caller.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch._dynamo  # the first optimizer imports it: seconds that a forked worker need not pay
 
 from elastic.agent.progress import ProgressPage, WorkerPhase
 from elastic.config import ElasticConfig
@@ -121,7 +123,7 @@ class Worker:
             torch.set_num_interop_threads(1)
         seed_everything(config.seed, 0, 0)
         self.control.start()
-        sys.modules["elastic.run"]._worker_hook = self._hook  # type: ignore[attr-defined]
+        importlib.import_module("elastic.run")._worker_hook = self._hook  # type: ignore[attr-defined]
         _refuse_local_clipping(self)
         code = _FAILED_EXIT_CODE
         try:

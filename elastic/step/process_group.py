@@ -63,7 +63,7 @@ class Group:
         self.size = size
         self._group: Any = None
         self._lock = threading.Lock()
-        self._before: dict[int, str] = {}
+        self._before: dict[int, str] | None = None
         self._known: dict[int, str] | None = None
         self._store: BootstrapStore | None = None
         self._cut = False
@@ -96,11 +96,10 @@ class Group:
             elif isinstance(built[0], BaseException):
                 raise GroupBroken(f"building generation {self.generation}: {built[0]}")
             else:
-                now = _sockets()
-                self._known = {f: link for f, link in now.items() if self._before.get(f) != link}
+                before, now = self._before or {}, _sockets()
+                self._known = {f: link for f, link in now.items() if before.get(f) != link}
                 self._group = built[0]
         if self._group is None:
-            self._shut()
             raise GroupBroken("the group was cut while it was built")
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
@@ -108,6 +107,8 @@ class Group:
         try:
             store.connect()
             with self._lock:
+                if self._cut:
+                    return
                 self._before = _sockets()
             group = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"g{self.generation}", store),  # type: ignore[attr-defined]
@@ -128,15 +129,16 @@ class Group:
 
     def cut(self) -> None:
         """Make every blocked and later operation of this group raise; any thread may call it."""
+        # One critical section: whoever sees the group cut may build the next one, and its new
+        # sockets must not be taken for ours.
         with self._lock:
             if self._cut:
                 return
             self._cut = True
-            store = self._store
-        self._built_or_cut.set()
-        if store is not None:
-            store.interrupt()
-        self._shut()
+            if self._store is not None:
+                self._store.interrupt()
+            self._shut()
+            self._built_or_cut.set()
 
     @property
     def is_cut(self) -> bool:
@@ -144,16 +146,16 @@ class Group:
         return self._cut
 
     def _shut(self) -> None:
-        with self._lock:
-            known = self._known
-            if known is None:  # still being built: whatever appeared since then
-                known = {
-                    fd: link for fd, link in _sockets().items() if self._before.get(fd) != link
-                }
-                if not self._before:
-                    known = {}
-            for fd, link in known.items():
-                self._shut_one(fd, link)
+        known = self._known
+        if known is None:  # still being built: whatever appeared since then
+            before = self._before
+            known = (
+                {}
+                if before is None
+                else {fd: link for fd, link in _sockets().items() if before.get(fd) != link}
+            )
+        for fd, link in known.items():
+            self._shut_one(fd, link)
 
     @staticmethod
     def _shut_one(fd: int, link: str) -> None:

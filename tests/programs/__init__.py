@@ -1,0 +1,1 @@
+"""Small training functions that tests run in real workers."""
