@@ -256,8 +256,8 @@ class LocalWorld:
 
     def members(self) -> list[WorkerProcess]:
         assert self.world is not None
-        ids = {ref.worker_id for ref in self.world.workers}
-        return [w for w in self.workers if w.worker_id in ids]
+        by_id = {w.worker_id: w for w in self.workers}
+        return [by_id[ref.worker_id] for ref in self.world.workers]
 
     def start(self, count: int) -> None:
         """Spawn workers and form the first World of them."""

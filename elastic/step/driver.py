@@ -228,6 +228,7 @@ class Driver:
         self.layout.restore_buffers()
         seed_everything(self.config.seed, self.plan.step, leaf)
         self.prepared.recorder.open()
+        self.prepared.recorder.wants_hyper = leaf == 0
 
     def leave(self, leaf: int) -> None:
         """Take the gradient and the records of one micro-batch."""

@@ -29,6 +29,7 @@ class Recorder:
         self.stepped: set[int] = set()
         self.scheduler_calls: dict[int, int] = {}
         self.hyper: list[Any] | None = None
+        self.wants_hyper = False
         self.clip: float | None = None
         self.log: dict[str, float] = {}
 
@@ -118,7 +119,8 @@ class Prepared:
                     "of the whole job (use accumulate= for larger batches)"
                 )
             recorder.stepped.add(index)
-            recorder.hyper = capture_hyper(self.optimizers)
+            if recorder.wants_hyper:  # one micro-batch of the step speaks for all
+                recorder.hyper = capture_hyper(self.optimizers)
             grads: list[torch.Tensor | None] = []
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -156,3 +156,33 @@ def test_loader_processes_do_not_change_the_result() -> None:
 
     value, _ = run(3, script, epochs=2, loader_workers=1, pause_s=0.01)
     assert value == undisturbed(epochs=2)
+
+
+def test_stop_ends_all_workers_after_the_same_step() -> None:
+    value, events = run(3, epochs=3, stop_at=9)
+    assert value["step"] == 10
+    assert value == undisturbed(epochs=3, stop_at=9)
+    assert sorted(committed(events)) == list(range(1, 11)), "the last step is committed too"
+
+
+def test_a_nan_gradient_skips_the_step_on_all_workers() -> None:
+    value, events = run(3, steps=12, poison_at=5)
+    assert value == undisturbed(steps=12, poison_at=5)
+    assert value != undisturbed(steps=12)
+    skipped = [e for e in events if e["event"] == "step.skipped"]
+    assert [e["step"] for e in skipped] == [6, 6, 6]
+
+
+def test_a_joiner_is_answered_with_evaluations_that_were_made_before_it_came() -> None:
+    def script(world: LocalWorld) -> None:
+        world.wait_step(3)
+        world.kill(world.workers[0])
+        survivors = world.alive
+        world.form(survivors)
+        joiner = world.spawn(first=False)[0]
+        world.until(lambda: bool(joiner.said("ready")))
+        world.form([joiner, *survivors], Mode.BOUNDARY)
+
+    value, _ = run(2, script, epochs=6, pause_s=0.05, evaluate_first=True)
+    assert value == undisturbed(epochs=6, evaluate_first=True)
+    assert len(value["curve"]) == 7

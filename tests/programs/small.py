@@ -83,6 +83,9 @@ def train(
     optimizer: str = "adamw",
     clip: float | None = 0.5,
     loader_workers: int = 0,
+    stop_at: int | None = None,
+    poison_at: int | None = None,
+    evaluate_first: bool = False,
 ) -> dict[str, Any]:
     """Train by steps or by epochs; returns what has to be equal in every World."""
     built = net() if model == "net" else Odd()
@@ -97,7 +100,11 @@ def train(
 
     def body(x: torch.Tensor, y: torch.Tensor) -> None:
         loss = nn.functional.cross_entropy(built(x), y)
+        if ctx.step == poison_at:
+            loss = loss * torch.tensor(float("nan"))
         loss.backward()
+        if ctx.step == stop_at:
+            ctx.stop()
         if clip is not None:
             ctx.clip_grad_norm_(clip)
         opt.step()
@@ -112,7 +119,7 @@ def train(
             lambda b: {"accuracy": (built(b[0]).argmax(1) == b[1]).float()}, held_out
         )
 
-    curve = []
+    curve = [accuracy()] if evaluate_first else []
     if epochs:
         for epoch in ctx.epochs(epochs):
             for x, y in loader:
@@ -126,5 +133,6 @@ def train(
         "accuracy": accuracy()["accuracy"],
         "lr": opt.param_groups[0]["lr"],
         "step": ctx.step,
+        "curve": curve,
         "tied": model != "odd" or built.output.weight is built.embed.weight,
     }
