@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ class Connections:
         self._login_lock = asyncio.Lock()
         self._current = 0
         self._channels: dict[str, Any] = {}
+        self._streams: set[Stream] = set()
         self._closed = False
 
     @property
@@ -117,9 +118,14 @@ class Connections:
         return self.endpoints[self._current]
 
     def rotate(self, failed: str) -> None:
-        """Turn to the next endpoint, unless somebody has already left the failed one."""
-        if failed == self.endpoint:
+        """Turn to the next endpoint, unless somebody has already left the failed one.
+
+        Streams to the failed one end too: a hung server is noticed first by whoever speaks most.
+        """
+        if failed == self.endpoint and len(self.endpoints) > 1:
             self._current = (self._current + 1) % len(self.endpoints)
+            for stream in [each for each in self._streams if each.endpoint == failed]:
+                stream.leave()
 
     async def call(self, method: Method, request: Any, *, patience_s: float) -> Any:
         """Make a call that may be made several times, until it is answered or patience ends.
@@ -163,7 +169,13 @@ class Connections:
             response_deserializer=method.response,
         )
         call = multi(metadata=(_HAS_LEADER, *_token_metadata(token)))
-        return Stream(self, call, endpoint, token)
+        stream = Stream(self, call, endpoint, token)
+        self._streams.add(stream)
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """Drop a stream that has ended."""
+        self._streams.discard(stream)
 
     def failed(self, error: CoordError, endpoint: str, token: str | None) -> CoordError:
         """Draw the consequences of a failure, whatever it was part of, and return it."""
@@ -247,24 +259,19 @@ class Stream:
     def __init__(
         self, connections: Connections, call: Any, endpoint: str, token: str | None
     ) -> None:
+        self.endpoint = endpoint
         self._connections = connections
         self._call = call
-        self._endpoint = endpoint
         self._token = token
+        self._left = False
 
     async def send(self, request: Any) -> None:
         """Hand one message to the stream."""
-        try:
-            await self._call.write(request)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._ended() from error
+        await self._unless_over(self._call.write(request))
 
     async def receive(self) -> Any:
         """Wait for the next message, without limit; cancelling the wait ends the stream."""
-        try:
-            response = await self._call.read()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._ended() from error
+        response = await self._unless_over(self._call.read())
         if response is grpc.aio.EOF:
             raise await self._ended()
         self._connections.answered()
@@ -272,25 +279,42 @@ class Stream:
 
     def failed(self, error: CoordError) -> CoordError:
         """Give this stream up for a reason that stood in a message, or for its silence."""
-        self._call.cancel()
-        return self._connections.failed(error, self._endpoint, self._token)
+        self.close()
+        return self._connections.failed(error, self.endpoint, self._token)
 
     def silent(self, timeout_s: float) -> CoordError:
         """Give this stream up because nothing came for that long."""
         return self.failed(
             CoordRetryable(
-                f"etcd at {self._endpoint} said nothing on an open stream for {timeout_s:.1f} s"
+                f"etcd at {self.endpoint} said nothing on an open stream for {timeout_s:.1f} s"
             )
         )
+
+    def leave(self) -> None:
+        """End the stream under whoever is waiting for it, because its endpoint was given up."""
+        self._left = True
+        self._call.cancel()
 
     def close(self) -> None:
         """End the stream; does not wait."""
         self._call.cancel()
+        self._connections.forget(self)
+
+    async def _unless_over(self, operation: Awaitable[Any]) -> Any:
+        try:
+            return await operation
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._ended() from error
+        except asyncio.CancelledError:
+            if self._left:  # cancelling a call looks to its user like the end of his own task
+                raise CoordRetryable(f"etcd at {self.endpoint} was given up") from None
+            raise
 
     async def _ended(self) -> CoordError:
+        self._connections.forget(self)
         code, details = await self._call.code(), await self._call.details()
         return self._connections.failed(
-            translate(code, details or "", self._endpoint), self._endpoint, self._token
+            translate(code, details or "", self.endpoint), self.endpoint, self._token
         )
 
 

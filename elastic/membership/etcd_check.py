@@ -46,7 +46,8 @@ class Versions(NamedTuple):
 async def check(connections: Connections, key: bytes, *, within_s: float, clock: Clock) -> Versions:
     """Return when etcd has answered, is new enough, and lets us read and write at `key`.
 
-    Raises CoordMisconfigured: unreachable, no-quorum, wrong-version, no-permission.
+    Raises CoordMisconfigured: unreachable, no-quorum, wrong-version, no-permission; CoordRetryable:
+    no-space.
     """
     end_s = clock.now_s() + within_s - _PROBE_S
     version = ""
@@ -58,6 +59,8 @@ async def check(connections: Connections, key: bytes, *, within_s: float, clock:
                 version = _accept(str(answer.version), connections.endpoint)
             return Versions(version, await _read_and_write(connections, key, attempt_s))
         except CoordRetryable as error:
+            if error.kind == "no-space":
+                raise  # a person has to make room, and the caller may wait for that
             if clock.now_s() >= end_s:
                 raise await _explain(connections, error, answered=bool(version)) from error
         await asyncio.sleep(PAUSE_S)

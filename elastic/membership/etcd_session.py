@@ -126,7 +126,8 @@ class Session:
 
     async def _beat_on(self, stream: Stream) -> None:
         """Beat on one stream until it fails or the lease is lost."""
-        answer_s = self.ttl_s / 2
+        several = len(self._connections.endpoints) > 1  # then trying the next comes early
+        answer_s = self.ttl_s / (4 if several else 2)
         request = message("BeatRequest", ID=self.lease)
         while True:
             sent_at_s = self._clock.now_s()

@@ -17,7 +17,7 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import wraps
@@ -69,12 +69,10 @@ def _check_generation(generation: object) -> None:
         raise ValueError(f"generations count from 1, not {generation!r}")
 
 
-def _check_unique(what: str, values: Iterable[object]) -> None:
-    seen: set[object] = set()
-    for value in values:
-        if value in seen:
-            raise ValueError(f"{what} {value!r} stands twice in one record")
-        seen.add(value)
+def _check_unique(what: str, values: list[Any]) -> None:
+    if len(set(values)) < len(values):
+        twice = next(value for value in values if values.count(value) > 1)
+        raise ValueError(f"{what} {twice!r} stands twice in one record")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +148,8 @@ class Member:
         _check_name("a node name", self.node)
         _check_name("an incarnation", self.incarnation)
         _check_slot(self.slots)
-        _check_unique("worker", (worker.worker_id for worker in self.workers))
-        _check_unique("slot", (worker.slot for worker in self.workers))
+        _check_unique("worker", [worker.worker_id for worker in self.workers])
+        _check_unique("slot", [worker.slot for worker in self.workers])
 
     def to_dict(self) -> Plain:
         """Return plain values for JSON; workers as [id, slot, ready] rows."""
@@ -207,8 +205,8 @@ class World:
             raise ValueError(f"World {self.generation} has no worker")
         if len(self.stores) > MAX_STORES:
             raise ValueError(f"World {self.generation} names more than {MAX_STORES} stores")
-        _check_unique("worker", (worker.worker_id for worker in self.workers))
-        _check_unique("slot", ((worker.node, worker.slot) for worker in self.workers))
+        _check_unique("worker", [worker.worker_id for worker in self.workers])
+        _check_unique("slot", [(worker.node, worker.slot) for worker in self.workers])
 
     @property
     def nodes(self) -> tuple[str, ...]:
