@@ -87,6 +87,7 @@ class SaveService:
         self._started: asyncio.Future[dict[str, Any]] | None = None
         self._ended = asyncio.Event()
         self._closing = False
+        self._reaping: asyncio.Task[None] | None = None
         self.unfinished: list[str] = []
         """After `close`: saves and commits that its deadline has cut off."""
 
@@ -182,6 +183,7 @@ class SaveService:
         """Let it finish what it has, at most so long, and end it. True if nothing was cut off."""
         self._closing = True
         if not self.running:
+            await self._end()
             return False
         self._send({"t": "close", "deadline_s": deadline_s})
         with contextlib.suppress(TimeoutError):
@@ -242,6 +244,7 @@ class SaveService:
             )
         elif not self._closing:
             self._on_event({"t": "died", "error": why})
+            self._reaping = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
         """The process is gone and reaped when this returns."""
@@ -261,9 +264,10 @@ class SaveService:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this package found where it was found here, and no idle BLAS threads."""
+    """Ours, with this package found where it was found here; few threads and heaps."""
     environment = dict(os.environ)
     environment["OPENBLAS_NUM_THREADS"] = "1"
+    environment["MALLOC_ARENA_MAX"] = "2"  # parts come and go in many threads
     home = Path(__file__).resolve().parent.parent
     if home.name not in ("site-packages", "dist-packages"):
         path = environment.get("PYTHONPATH")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +135,7 @@ class Watched:
         self._changed = asyncio.Event()
         settings = {"local": str(tmp_path / f"local-{node}"), **other}
         self.local = settings["local"]
+        self.remote = remote
         self.service = SaveService(
             job="job",
             node=node,
@@ -146,11 +149,11 @@ class Watched:
         self.events.append(json.loads(json.dumps(event)))
         self._changed.set()
 
-    def of(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+    def of(self, kind: str, /, **fields: Any) -> list[dict[str, Any]]:
         wanted = {"t": kind, **fields}
         return [e for e in self.events if all(e.get(k) == v for k, v in wanted.items())]
 
-    async def wait(self, kind: str, count: int = 1, within_s: float = 30.0, **fields: Any):
+    async def wait(self, kind: str, count: int = 1, /, within_s: float = 60.0, **fields: Any):
         """The first `count` events of a kind; fails with all that came instead."""
         try:
             async with asyncio.timeout(within_s):
@@ -161,6 +164,13 @@ class Watched:
             seen = [{k: v for k, v in e.items() if k != "entry"} for e in self.events]
             raise AssertionError(f"no {count} x {kind} {fields} came, but {seen}") from None
         return self.of(kind, **fields)[:count]
+
+    async def changed(self, within_s: float) -> None:
+        """Return at the next event, or after so long without one."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
 
     async def save(self, workers: list[Worker], state: State, step: int, **other: Any) -> dict:
         """Stage and save at all workers; their entries when all packs are safe locally."""
@@ -175,3 +185,80 @@ class Watched:
     def attach(self, workers: list[Worker]) -> None:
         for worker in workers:
             self.service.attach(worker.worker_id, worker.fd)
+
+
+class Proxy:
+    """Stands before a server, and fails as networks do.
+
+    `cut` drops the answer to the next request that begins so: the deed is done, the news is lost.
+    While `away`, every connection is closed at once.
+    """
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._upstream = (host, int(port))
+        self.cut: bytes | None = None
+        self.dropped = 0
+        self.away = False
+        self.refused = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        self._server = self._call(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _serve(self, reader: Any, writer: Any) -> None:
+        if self.away:
+            self.refused += 1
+            writer.close()
+            return
+        upstream_reader, upstream_writer = await asyncio.open_connection(*self._upstream)
+        dropping = False
+
+        async def up() -> None:
+            nonlocal dropping
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    if self.away:
+                        self.refused += 1
+                        break
+                    if self.cut is not None and data.startswith(self.cut):
+                        dropping, self.cut = True, None
+                    upstream_writer.write(data)
+                    await upstream_writer.drain()
+            upstream_writer.close()
+
+        async def down() -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await upstream_reader.read(1 << 16):
+                    if dropping and not data.startswith(b"HTTP/1.1 100"):
+                        self.dropped += 1
+                        break
+                    writer.write(data)
+                    await writer.drain()
+            writer.close()
+
+        try:
+            await asyncio.gather(up(), down(), return_exceptions=True)
+        finally:
+            writer.close()
+            upstream_writer.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

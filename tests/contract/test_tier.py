@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import threading
@@ -22,7 +21,7 @@ from ckpt.tier_local import LocalTier
 from ckpt.tier_object import S3Tier
 from ckpt.uploader import Journal
 from ckpt.writer import FileSource
-from tests.ckpt_support import make_state, write_checkpoint
+from tests.ckpt_support import Proxy, make_state, write_checkpoint
 
 BUCKET = "tiers"
 PART_BYTES = 5 << 20  # the smallest that S3 takes; the usual size makes the suite slow
@@ -136,7 +135,7 @@ def test_create_wins_once(place):
 def test_of_many_creators_at_once_one_content_wins(tier):
     if "memory" in tier.url:
         return  # one process, one writer: nothing to arbitrate
-    for round_number in range(2):
+    for round_number in range(1 if "s3" in tier.url else 3):
         start = threading.Barrier(8)
 
         def create(i, path=f"r{round_number}/manifest.json", start=start):
@@ -330,70 +329,13 @@ def test_a_server_that_is_away_is_said_to_be_away(monkeypatch):
     tier.close()
 
 
-class CuttingProxy:
-    """Hands bytes on; drops the answer to the next request whose first line matches `cut`."""
-
-    def __init__(self, host, port):
-        self.upstream = (host, port)
-        self.cut = None
-        self.dropped = 0
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.server = self._call(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.port = self.server.sockets[0].getsockname()[1]
-
-    def _call(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
-
-    async def _serve(self, reader, writer):
-        upstream_reader, upstream_writer = await asyncio.open_connection(*self.upstream)
-        dropping = False
-
-        async def up():
-            nonlocal dropping
-            with suppress(ConnectionError):
-                while data := await reader.read(1 << 16):
-                    if self.cut is not None and data.startswith(self.cut):
-                        dropping, self.cut = True, None
-                    upstream_writer.write(data)
-                    await upstream_writer.drain()
-            upstream_writer.close()
-
-        async def down():
-            with suppress(ConnectionError):
-                while data := await upstream_reader.read(1 << 16):
-                    if dropping and not data.startswith(b"HTTP/1.1 100"):
-                        self.dropped += 1
-                        break  # the deed is done, the answer is lost
-                    writer.write(data)
-                    await writer.drain()
-            writer.close()
-
-        await asyncio.gather(up(), down(), return_exceptions=True)
-
-    def close(self):
-        self._call(self._end())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5)
-        self.loop.close()
-
-    async def _end(self):
-        self.server.close()
-        for task in asyncio.all_tasks():
-            if task is not asyncio.current_task():
-                task.cancel()
-
-
 @pytest.fixture
 def proxied(s3):
-    host, port = s3.endpoint_url.removeprefix("http://").split(":")
-    proxy = CuttingProxy(host, int(port))
-    options = s3.storage_options() | {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}
-    tier = S3Tier(f"s3://{BUCKET}/lost{next(_places)}", options=options)
-    yield tier, proxy
-    tier.close()
-    proxy.close()
+    with Proxy(s3.endpoint_url) as proxy:
+        options = s3.storage_options() | {"endpoint_url": proxy.url}
+        tier = S3Tier(f"s3://{BUCKET}/lost{next(_places)}", options=options)
+        yield tier, proxy
+        tier.close()
 
 
 def test_a_create_whose_answer_is_lost_has_won(proxied):
