@@ -29,23 +29,23 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.crc import BLOCK_BYTES, Bytes, as_bytes, block_crcs, crc32c
+from ckpt.crc import Bytes, as_bytes, block_crcs, crc32c
 from ckpt.errors import Corrupt, Fatal
 from ckpt.pack import (
     HEADER_BYTES,
     Footer,
     Layout,
+    Lineage,
     decode_footer,
     encode_footer,
     plain_json,
 )
 from ckpt.slices import TensorSlice
 
-__all__ = ["HALVES", "Arena", "ArenaReader", "Sealed", "create_fd", "half_bytes_for"]
+__all__ = ["HALVES", "Arena", "ArenaReader", "Copied", "Sealed", "create_fd", "half_bytes_for"]
 
 HALVES = 2
 _PAGE = 4096
-_COPY_BYTES = 4 * BLOCK_BYTES
 _MAGIC = b"EVERAREN"
 _VERSION = 1
 _ARENA = struct.Struct("<8sIIQ")
@@ -102,6 +102,33 @@ class Arena:
         as soon as this returns. Grows the arena when it is too small and nothing reads it. Raises
         ValueError for a buffer of another size or an `extra` that is not plain JSON.
         """
+        copied = self.copy(
+            step=step,
+            generation=generation,
+            pieces=pieces,
+            extra=extra,
+            segments=segments,
+            num_segments=num_segments,
+            lineage=lineage,
+        )
+        return None if copied is None else copied.seal()
+
+    def copy(  # noqa: PLR0913 - what makes a save
+        self,
+        *,
+        step: int,
+        generation: int,
+        pieces: Sequence[tuple[TensorSlice, Any]],
+        extra: dict[str, Any],
+        segments: Sequence[int],
+        num_segments: int,
+        lineage: Sequence[Sequence[int]],
+    ) -> Copied | None:
+        """The first part of `stage`: the half is taken and filled, the buffers are free again.
+
+        What is left is computing checksums; `seal` may do it in another thread, in which the
+        training does not wait for it.
+        """
         extra_json = plain_json(extra)
         slices = [each for each, _ in pieces]
         layout = self._layout
@@ -124,26 +151,22 @@ class Arena:
                     f"{len(buffer)} were given"
                 )
         memory = self._half(half)
-        seal = memory[:8].view(np.uint64)
-        seal[0] = 0
-        crcs = _copy(memory, layout, buffers)
-        footer = encode_footer(
-            layout,
-            crcs,
+        memory[:8].view(np.uint64)[0] = 0  # no seal from here on
+        _copy(memory, layout, buffers)
+        self._busy[half] = True
+        self._sequence += 1
+        return Copied(
+            half=half,
+            sequence=self._sequence,
             step=step,
             generation=generation,
-            segments=segments,
+            memory=memory,
+            layout=layout,
+            segments=tuple(segments),
             num_segments=num_segments,
-            lineage=lineage,
+            lineage=tuple((int(g), int(base)) for g, base in lineage),
             extra_json=extra_json,
         )
-        memory[layout.end : layout.end + len(footer)] = np.frombuffer(footer, np.uint8)
-        self._sequence += 1
-        head = _HALF.pack(self._sequence, step, generation, layout.end, len(footer), crc32c(footer))
-        memory[8 : 8 + len(head)] = np.frombuffer(head, np.uint8)
-        self._busy[half] = True
-        seal[0] = _SEAL_TAG | crc32c(head)  # the single store that makes it exist
-        return half
 
     def release(self, half: int) -> None:
         """The save that was in this half has finished with it. Safe from any thread."""
@@ -175,6 +198,46 @@ class Arena:
             self._half(half)[:HEADER_BYTES] = 0
         page = _ARENA.pack(_MAGIC, _VERSION, 0, half_bytes)
         self._memory[: len(page)] = np.frombuffer(page, np.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A filled half that nobody can see yet."""
+
+    half: int
+    sequence: int
+    step: int
+    generation: int
+    memory: Bytes
+    layout: Layout
+    segments: tuple[int, ...]
+    num_segments: int
+    lineage: Lineage
+    extra_json: bytes
+
+    def seal(self) -> int:
+        """Compute the checksums and make the half exist; its number."""
+        memory, layout = self.memory, self.layout
+        crcs: list[int] = []
+        for each, offset in zip(layout.slices, layout.offsets, strict=True):
+            crcs += block_crcs(memory[offset : offset + each.nbytes])
+        footer = encode_footer(
+            layout,
+            crcs,
+            step=self.step,
+            generation=self.generation,
+            segments=self.segments,
+            num_segments=self.num_segments,
+            lineage=self.lineage,
+            extra_json=self.extra_json,
+        )
+        memory[layout.end : layout.end + len(footer)] = np.frombuffer(footer, np.uint8)
+        head = _HALF.pack(
+            self.sequence, self.step, self.generation, layout.end, len(footer), crc32c(footer)
+        )
+        memory[8 : 8 + len(head)] = np.frombuffer(head, np.uint8)
+        memory[:8].view(np.uint64)[0] = _SEAL_TAG | crc32c(head)  # the store that makes it exist
+        return self.half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,17 +337,12 @@ def _half_bytes(layout: Layout, extra_bytes: int) -> int:
     return layout.end + layout.footer_bytes_bound + extra_bytes
 
 
-def _copy(memory: Bytes, layout: Layout, buffers: Sequence[Bytes]) -> list[int]:
-    """Copy every buffer to its place, zero the gaps; CRCs of all blocks, in order."""
-    crcs: list[int] = []
+def _copy(memory: Bytes, layout: Layout, buffers: Sequence[Bytes]) -> None:
+    """Copy every buffer to its place and zero the gaps."""
     at = HEADER_BYTES
     for offset, buffer in zip(layout.offsets, buffers, strict=True):
-        memory[at:offset] = 0
+        if at < offset:
+            memory[at:offset] = 0
         at = offset + len(buffer)
-        target = memory[offset:at]
-        for start in range(0, len(buffer), _COPY_BYTES):  # the CRC finds the bytes in the cache
-            part = target[start : start + _COPY_BYTES]
-            np.copyto(part, buffer[start : start + _COPY_BYTES])
-            crcs += block_crcs(part)
+        np.copyto(memory[offset:at], buffer)
     memory[at : layout.end] = 0
-    return crcs

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from ckpt.crc import Bytes
 from ckpt.errors import CheckpointError, Corrupt, Fatal, Misconfigured, NotFound
 from ckpt.manifest import (
@@ -71,9 +69,11 @@ class LocalTier:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 _reserve(fd, source.size)
+                written = 0
                 for part in source.chunks(_WRITE_BYTES):
                     _write_all(fd, part.data)
-                if os.fstat(fd).st_size != source.size:
+                    written += len(part)
+                if written != source.size:
                     raise Corrupt(f"{target} got another size than announced", kind="size")
                 os.fsync(fd)
                 temporary.rename(target)
@@ -290,25 +290,15 @@ def _sync_dir(directory: Path) -> None:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Fail now, and not half-way, when the disk is full; does not change the size."""
+    """Fail now, and not half-way, when the disk is full."""
     try:
-        _fallocate_keep_size(fd, size)
+        if size:
+            os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
 
 
-def _fallocate_keep_size(fd: int, size: int) -> None:
-    if size:
-        os.posix_fallocate(fd, 0, size)
-        os.ftruncate(fd, 0)
-
-
 def _write_all(fd: int, view: memoryview) -> None:
     while view:
         view = view[os.write(fd, view) :]
-
-
-def as_array(data: bytes) -> Bytes:
-    """Bytes as the arrays that sources are made of."""
-    return np.frombuffer(data, np.uint8)

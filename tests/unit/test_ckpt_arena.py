@@ -74,6 +74,26 @@ def test_the_same_pack_comes_out_in_parts_of_any_size(worker, reader):
         assert other.crc == source.crc
 
 
+def test_a_copied_half_is_seen_only_when_it_is_sealed(worker, reader):
+    buffers = [(s, bytearray(rows(STATE, s))) for s in worker.slices]
+    copied = worker.arena.copy(
+        step=5,
+        generation=1,
+        pieces=buffers,
+        extra={},
+        segments=[0],
+        num_segments=1,
+        lineage=[[1, 0]],
+    )
+    assert reader.sealed(copied.half) is None
+    assert worker.arena.busy_halves() == (copied.half,)
+    for _, buffer in buffers:
+        buffer[:] = bytes(len(buffer))  # the training has gone on
+    assert copied.seal() == copied.half
+    data, _ = pack_of(reader, copied.half)
+    assert rows(STATE, worker.slices[0]) in data
+
+
 def test_padding_is_zero_whatever_the_half_held_before(worker, reader):
     half = worker.stage(STATE, 5)
     clean, _ = pack_of(reader, half)
