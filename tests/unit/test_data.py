@@ -382,6 +382,17 @@ def test_looking_ahead_is_bounded_and_called_off_work_is_not_done(open_source):
     eventually(lambda: data.reads.value == 14 + 7, what="the new plan alone was read")
 
 
+def test_a_new_epoch_is_read_ahead_before_its_first_batch_is_asked_for(open_source):
+    data = Counted(4)
+    source = open_source(data, batch_size=1, num_workers=1, persistent_workers=True)
+    source.prefetch(0, 0, lambda j: range(LEAVES))
+    for leaf in range(LEAVES):
+        source.fetch(0, 0, leaf)
+    assert data.reads.value == 4  # the epoch is over: its processes idle
+    source.prefetch(1, 0, lambda j: range(LEAVES))
+    eventually(lambda: data.reads.value == 6, what="the new epoch's first batches")
+
+
 class Gated(Counted):
     """Sample 0 takes until the gate is opened."""
 

@@ -1,0 +1,1 @@
+"""Complete programs to copy from; example code that the wheel does not ship."""
