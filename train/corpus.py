@@ -52,26 +52,28 @@ def _scattered(name: str) -> bytes:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Every stretch of `context` bytes, one after the other, with the bytes that follow each."""
+    """Stretches of `context` bytes with the bytes that follow each, `stride` bytes apart."""
 
-    def __init__(self, text: bytes, context: int) -> None:
+    def __init__(self, text: bytes, context: int, stride: int | None = None) -> None:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.context = context
+        self.stride = stride or context
 
     def __len__(self) -> int:
-        return (len(self.bytes) - 1) // self.context
+        return max(0, (len(self.bytes) - 1 - self.context) // self.stride + 1)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         """Return x_T and y_T, which is x_T moved on by one."""
-        start = i * self.context
+        start = i * self.stride
         window = self.bytes[start : start + self.context + 1].long()
         return window[:-1], window[1:]
 
 
 def split(text: bytes, context: int) -> tuple[Windows, Windows]:
-    """Return what to train on and, from the end of the text, what to validate on."""
-    unseen_bytes = min(int(len(text) * VALIDATION_PART), VALIDATION_WINDOWS_MAX * context + 1)
-    cut = len(text) - unseen_bytes
-    if unseen_bytes <= context:
+    """Return what to train on, and windows from the last part of the text to validate on."""
+    cut = int(len(text) * (1 - VALIDATION_PART))
+    unseen = text[cut:]
+    if len(unseen) <= context:
         raise ValueError(f"{len(text)} bytes of text are too few for windows of {context} bytes")
-    return Windows(text[:cut], context), Windows(text[cut:], context)
+    stride = max(context, -(-len(unseen) // VALIDATION_WINDOWS_MAX))  # few, from all of it
+    return Windows(text[:cut], context), Windows(unseen, context, stride)
