@@ -449,7 +449,7 @@ def test_a_killed_loader_process_is_an_error_and_the_next_fetch_starts_anew(open
 
 class Slow(Numbers):
     def __getitem__(self, i):
-        time.sleep(0.3)
+        time.sleep(0.3)  # sleep: a slow disk
         return i
 
 
