@@ -96,7 +96,7 @@ def test_worlds_that_come_and_go_stay_balanced_and_move_little(data):
 def test_hosts_are_spread_as_far_as_balance_allows(data):
     widths = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
     hosts = {f"{h}.{i}": h for h, width in enumerate(widths) for i in range(width)}
-    members = list(hosts)
+    members = data.draw(st.permutations(list(hosts)))
     num_segments = data.draw(st.integers(1, 40))
     placement = place({}, members, hosts, num_segments)
     check(placement, members, 2)
