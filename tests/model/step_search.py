@@ -94,19 +94,21 @@ def search(limits: Limits, rules: Rules | None = None) -> Found:
     return found
 
 
-def wander_many(histories: int, seed: int, *, max_world: int, max_segments: int) -> Found:
+def wander_many(
+    histories: int, seed: int, *, max_world: int, max_segments: int, rules: Rules | None = None
+) -> Found:
     """Follow random histories; each has a generator of its own, so one can be followed alone."""
     found = Found()
     for number in range(histories):
         random = Random(f"{seed}:{number}")
-        wander(random, found, max_world=max_world, max_segments=max_segments)
+        wander(random, found, max_world, max_segments, rules or Rules())
         if found.violations:
             found.failed_history = f"{seed}:{number}"
             break
     return found
 
 
-def wander(random: Random, found: Found, *, max_world: int, max_segments: int) -> None:
+def wander(random: Random, found: Found, max_world: int, max_segments: int, rules: Rules) -> None:
     """Follow one random history: up to six generations, hosts with one or two workers.
 
     It ends early where a loss sends the job back to a checkpoint.
@@ -117,11 +119,11 @@ def wander(random: Random, found: Found, *, max_world: int, max_segments: int) -
     start = Start((fresh,) * random.randint(2, max_world), 0, sealed=False)
     for _ in range(random.randint(2, 6)):
         found.starts += 1
-        plan = judged_plan(start, num_segments, Rules(), found, per_host)
+        plan = judged_plan(start, num_segments, rules, found, per_host)
         if plan is None:
             return
         kinds = tuple(random.choices(("step", "close", "evaluate"), (5, 1, 1), k=2))
-        generation = Generation(start, plan, kinds, Rules(), rows_in_order=False)
+        generation = Generation(start, plan, kinds, rules, rows_in_order=False)
         judge_generation(generation, found)
         cut = random_cut(generation, random)
         if plan.base == "initial" and random.random() < 0.8:
@@ -302,15 +304,21 @@ def main() -> int:
     parser.add_argument("--depth", type=int, help="generations after the first; default: all")
     parser.add_argument("--histories", type=int, help="random histories instead of all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--copies", choices=["confirmed", "complete"], default="confirmed")
     given = parser.parse_args()
+    rules = Rules(count_copies=given.copies)
     began_s = time.process_time()
     if given.histories:
         found = wander_many(
-            given.histories, given.seed, max_world=given.world, max_segments=given.segments
+            given.histories,
+            given.seed,
+            max_world=given.world,
+            max_segments=given.segments,
+            rules=rules,
         )
     else:
         limits = Limits(given.world, given.segments, max_dead=given.dead, max_depth=given.depth)
-        found = search(limits)
+        found = search(limits, rules)
     sys.stdout.write(f"{vars(given)}: {found.summary()} in {time.process_time() - began_s:.0f} s\n")
     for what, start in found.examples:
         sys.stdout.write(f"{what}: {start}\n")
