@@ -317,7 +317,7 @@ class Cluster:
                 raise AssertionError(f"{name} asks again and again to be woken at {woken}")
         self.now_s = until_s
 
-    # -- what the agents' surroundings do -----------------------------------------------------------
+    # -- what the agents' surroundings do ---------------------------------------------------
 
     def drain(self) -> None:
         """Deliver everything that was caused, in order."""
@@ -363,7 +363,7 @@ class Cluster:
             self.told[name] = now
             self.lines.append(f"  -> {name} is {now[0]}: {self.named(now[1])}")
 
-    def act(self, name: str, command: c.Command) -> None:
+    def act(self, name: str, command: c.Command) -> None:  # noqa: C901 - one line per command
         store = self.store
         agent = self.agents[name]
         match command:
@@ -440,7 +440,7 @@ class Cluster:
         self.feed(name, c.WriteDone(accepted=True))
         self.publish()
 
-    # -- names --------------------------------------------------------------------------------------
+    # -- names ------------------------------------------------------------------------------
 
     def find(self, worker: str) -> tuple[str, str]:
         """Return (agent, worker id) of a name such as a.0 or a.0#2 (a.0: its newest process)."""

@@ -192,7 +192,7 @@ def _reason(state: State, choice: Choice) -> str:
     if not state.entered:
         return "registering with the coordination store"
     if state.session is not Session.LIVE:
-        return "the session with the coordination store is lost; training goes on, nothing is decided"
+        return "the session with the coordination store is lost; nothing is decided meanwhile"
     if isinstance(choice, Proposal):
         return f"proposing generation {choice.world.generation}: {choice.world.reason}"
     if choice.why:

@@ -238,6 +238,7 @@ class State:
     agreed_at_s: float | None = None
     step_time_s: float | None = None
     below_at_s: float | None = None
+    undecided_at_s: float | None = None
     # the end
     stop: Stop | None = None
     leaving: bool = False

@@ -38,6 +38,7 @@ def coordinate(turn: Turn) -> Choice:
         turn.wake(choice.until_s)
     _wake_for_lost(turn)
     _below_minimum(turn, choice)
+    _undecided(turn, choice)
     state = turn.state
     if state.ending is not None or not _may_write(turn):
         return choice
@@ -244,6 +245,24 @@ def _below_minimum(turn: Turn, choice: Choice) -> None:
     if turn.now_s >= until_s and state.ending is None:
         cause = f"{choice.why} for {state.rules.below_min_timeout_s:g} s"
         ending.end(turn, c.Outcome(exit_code=ExitCode.BELOW_MINIMUM, cause=cause))
+
+
+def _undecided(turn: Turn, choice: Choice) -> None:
+    """End the run when a World is due and the store has been away for too long."""
+    state = turn.state
+    if not isinstance(choice, Proposal) or state.session is Session.LIVE:
+        turn.set(undecided_at_s=None)
+        return
+    since_s = turn.now_s if state.undecided_at_s is None else state.undecided_at_s
+    until_s = since_s + state.rules.below_min_timeout_s
+    turn.set(undecided_at_s=since_s)
+    turn.wake(until_s)
+    if turn.now_s >= until_s and state.ending is None:
+        cause = (
+            f"the coordination store has been away for {state.rules.below_min_timeout_s:g} s, "
+            f"and a decision is due: {choice.world.reason}"
+        )
+        ending.end(turn, c.Outcome(exit_code=ExitCode.INFRASTRUCTURE, cause=cause))
 
 
 def _may_write(turn: Turn) -> bool:
