@@ -137,7 +137,8 @@ class AgentUnderTest:
             seen = self.status()
             if seen["generation"] < generation or len(seen["world"]) != workers:
                 return None
-            return seen if all((row["step"] or 0) > 1 for row in seen["world"]) else None
+            here = [row for row in seen["world"] if row["node"] == seen["node"]]
+            return seen if all((row["step"] or 0) > 1 for row in here) else None
 
         return eventually(look, within_s=within_s, what=f"{workers} workers train")
 

@@ -80,6 +80,8 @@ class Trainer:
         return False
 
     def work(self):
+        if os.path.exists(self.wish.get("pause_while", "")):
+            return  # as in a collective that lacks somebody
         self.step += 1
         self.page.write(
             phase=WorkerPhase.COMPUTE,
@@ -166,3 +168,91 @@ def report(spec, control, progress_fd, arena_fd):
     )
     sys.stdout.write("written to the log\n")
     sys.stderr.write("an error line\n")
+
+
+class Saver(Trainer):
+    """Stages eight rows of a tensor, shared out by rank, every `save_every` steps and at the end.
+
+    All parts must be of one step; `save_as` fixes its number.
+    """
+
+    ROWS = 8
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        from ckpt.arena import Arena
+
+        self.arena = Arena(self.arena_fd, 1 << 20)
+        self.staged = []
+        self.done = []
+
+    def take(self, message):
+        match message["t"]:
+            case "half_free":
+                self.arena.release(message["half"])
+            case "save":
+                self.stage()
+            case "save_done":
+                self.done.append(message)
+        return super().take(message)
+
+    def on_step(self):
+        super().on_step()
+        for step, generation in self.staged:
+            self.say("committed", step=step, generation=generation)
+        self.staged = []
+        # Saves happen at times that all workers agree on without talking: multiples of the step.
+        if self.step % self.wish.get("save_every", 10**9) == 0:
+            self.stage()
+        if self.stopping:
+            self.stage()
+
+    def stage(self):
+        import numpy as np
+
+        from ckpt.slices import TensorSlice
+
+        size = len(self.world["ids"].split(" "))
+        rank = self.rank()
+        share = range(rank * self.ROWS // size, (rank + 1) * self.ROWS // size)
+        step = self.wish.get("save_as", self.step)
+        pieces = [
+            (
+                TensorSlice(name="w", dtype="float32", shape=(8, 4), start=row, stop=row + 1),
+                memoryview(np.full(4, row, dtype=np.float32)).cast("B"),
+            )
+            for row in share
+        ]
+        lineage = [[self.generation, 0]]
+        segments = list(share)
+        half = self.arena.stage(
+            step=step,
+            generation=self.generation,
+            pieces=pieces,
+            extra={"step": step},
+            segments=segments,
+            num_segments=self.ROWS,
+            lineage=lineage,
+        )
+        if half is None or self.wish.get("dies_staging") == rank:
+            return
+        self.say(
+            "staged",
+            step=step,
+            generation=self.generation,
+            half=half,
+            bytes=64,
+            segments=segments,
+            num_segments=self.ROWS,
+            lineage=lineage,
+        )
+        self.staged.append((step, self.generation))
+
+    def say_finished(self):
+        for step, generation in self.staged:
+            self.say("committed", step=step, generation=generation)
+        super().say_finished()
+
+
+def save(spec, control, progress_fd, arena_fd):
+    Saver(spec, control, progress_fd, arena_fd).run()

@@ -57,7 +57,7 @@ class Agent:
         self._clock = clock
         self._caller_fd = caller_fd
         self._started_at = clock.wall()
-        self._token = secrets.token_hex(16)
+        self._token = self._job_token = secrets.token_hex(16)
         self._inbox: asyncio.Queue[c.Event] = asyncio.Queue()
         self._outcome: c.Outcome | None = None
         self._interrupts = 0
@@ -105,6 +105,7 @@ class Agent:
         self._listen_to_caller()
         try:
             await self._bootstrap.start()
+            self._decision = self._begin()
             await self._http.start()
             self._tell_where()
             self._note_start()
@@ -118,15 +119,18 @@ class Agent:
             )
         return await self._clean_up(outcome)
 
-    async def _decide(self) -> c.Outcome:
-        """Feed the machine until it lets go."""
-        self._decision = machine.begin(
+    def _begin(self) -> c.Decision:
+        return machine.begin(
             node=self.spec.node,
             incarnation=f"{self.spec.node}-{secrets.token_hex(4)}",
             address=self._advertised(self._bootstrap.port),
             rules=self.spec.rules,
             now_s=self._clock.now_s(),
         )
+
+    async def _decide(self) -> c.Outcome:
+        """Feed the machine until it lets go."""
+        assert self._decision is not None
         self._carry_out(self._decision)
         self._task(self._read_progress())
         while self._outcome is None:
@@ -250,8 +254,11 @@ class Agent:
     # -- the store ---------------------------------------------------------------------------------
 
     def _take_token(self, token: str) -> None:
-        self._token = self._bootstrap.token = self._http.token = token
-        self._tell_where()
+        """Use the job's token, which all its agents and workers share, from now on.
+
+        The page keeps the token that stands in agent.json: whoever has read it can go on asking.
+        """
+        self._job_token = self._bootstrap.token = token
 
     def _tell_where(self, endpoints: list[str] | None = None) -> None:
         """Write agent.json anew."""
@@ -312,7 +319,7 @@ class Agent:
             "slot": command.slot,
             "job": self.spec.job,
             "run_dir": str(self.run_dir.path),
-            "token": self._token,
+            "token": self._job_token,
             "config": self.spec.config.to_dict(),
             "script": self.spec.script,
             "run_index": self.spec.run_index,

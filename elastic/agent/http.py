@@ -1,6 +1,6 @@
 """The agent's page for people and commands: /status, /metrics, and /stop, /drain, /save.
 
-HTTP on one port of the configured address, for whoever shows the job's token as
+HTTP on one port of the configured address, for whoever shows the agent's token as
 `Authorization: Bearer <token>`; it stands in agent.json in the run directory, which only its owner
 can read. Anybody else gets 401 and is noted as a stranger. Answers are JSON, save /metrics: that is
 Prometheus text. Requests to change something are passed on and answered at once; what becomes of
@@ -43,12 +43,12 @@ class StatusServer:
 
     Args:
         host: address to listen on.
-        token: what a request must show; may change once, when the job's is known.
+        token: what a request must show.
         port: 0 for any free one.
     """
 
     def __init__(self, host: str, token: str, surroundings: Surroundings, port: int = 0) -> None:
-        self.token = token
+        self._token = token
         self.port = 0
         self._host = host
         self._wanted_port = port
@@ -87,13 +87,13 @@ class StatusServer:
         self, request: web.Request, handler: Callable[[web.Request], Any]
     ) -> web.StreamResponse:
         shown = request.headers.get("Authorization", "")
-        wanted = f"Bearer {self.token}"
+        wanted = f"Bearer {self._token}"
         if not hmac.compare_digest(shown.encode(), wanted.encode()):
             peer = request.transport.get_extra_info("peername") if request.transport else None
             address = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"
             reason = "it shows another token" if shown else "it shows no token"
             self._surroundings.on_stranger(address, f"{reason} ({request.method} {request.path})")
-            return web.json_response({"error": "the job's token is needed"}, status=401)
+            return web.json_response({"error": "the token in agent.json is needed"}, status=401)
         answer: web.StreamResponse = await handler(request)
         return answer
 

@@ -103,11 +103,18 @@ def test_a_frozen_worker_is_suspected_and_then_replaced(tmp_path: Path):
 
 
 def test_a_stopped_run_ends_after_a_step_with_the_signals_code(tmp_path: Path):
-    with AgentUnderTest(tmp_path / "run") as agent:
-        agent.training(2)
+    agent = AgentUnderTest(tmp_path / "run")
+    agent.start(launcher=["nohup"])
+    try:
+        first = agent.training(2)["step"]
+        agent.signal(signal.SIGHUP)  # was ignored at the start, and stays so
+        agent.signal(signal.SIGUSR1)  # not a notice signal here, and not fatal by default either
+        eventually(lambda: agent.status()["step"] > first + 5, what="it trains on")
         pids = agent.pids()
         agent.signal(signal.SIGINT)
         assert agent.wait() == 128 + signal.SIGINT
+    finally:
+        agent.end()
     assert agent.result()["cause"] == "stopped by SIGINT"
     assert agent.result()["step"] > 0
     nothing_left(agent, pids)
@@ -141,21 +148,6 @@ def test_the_agent_ends_with_its_caller(tmp_path: Path):
     nothing_left(agent, pids)
 
 
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path):
-    with AgentUnderTest(tmp_path / "run") as agent:
-        agent.end()
-    agent = AgentUnderTest(tmp_path / "again")
-    agent.start(launcher=["nohup"])
-    try:
-        agent.training(2)
-        agent.signal(signal.SIGHUP)
-        agent.signal(signal.SIGUSR1)  # not a notice signal here, and not fatal by default either
-        first = agent.status()["step"]
-        eventually(lambda: agent.status()["step"] > first + 5, what="it trains on")
-    finally:
-        agent.end()
-
-
 def test_a_failing_train_function_ends_the_run_with_its_traceback(tmp_path: Path):
     with AgentUnderTest(tmp_path / "run", script={"fail_at": 5}, nproc=3) as agent:
         assert agent.wait() == 5
@@ -180,7 +172,7 @@ def test_a_worker_that_dies_before_it_is_ready_is_not_tried_for_ever(tmp_path: P
     assert len(agent.events("worker.started")) == 3
 
 
-def test_an_operator_looks_stops_and_is_refused_without_the_token(tmp_path: Path):
+def test_an_operator_looks_and_stops_and_a_stranger_is_refused(tmp_path: Path):
     with AgentUnderTest(tmp_path / "run") as agent:
         seen = agent.training(2)
         keys = "job node pid phase reason generation world step committed_step failures reshapes"
@@ -189,6 +181,9 @@ def test_an_operator_looks_stops_and_is_refused_without_the_token(tmp_path: Path
         assert {"worker_id", "node", "rank", "pid", "state", "step", "committed"} <= seen["world"][
             0
         ].keys()
+        before, first = _revision(agent), seen["step"]
+        eventually(lambda: agent.status()["step"] > first + 50, what="fifty steps")
+        assert _revision(agent) == before, "steps ask the store for nothing"
         code, text = agent.ask("/metrics")
         assert code == 200
         assert 'everstep_world_size{job="job"' in text
@@ -202,41 +197,24 @@ def test_an_operator_looks_stops_and_is_refused_without_the_token(tmp_path: Path
     assert stranger["address"].startswith("127.0.0.1:")
 
 
-def test_the_etcd_of_a_run_may_die(tmp_path: Path):
-    with AgentUnderTest(tmp_path / "run", nproc=2) as agent:
-        agent.training(2)
-        etcd = [p for p in agent.pids() if b"--data-dir" in Path(f"/proc/{p}/cmdline").read_bytes()]
-        kill(etcd[0])
-        first = agent.status()["step"]
-        eventually(lambda: agent.status()["step"] > first + 10, what="training goes on")
-        eventually(lambda: agent.status()["session"] == "live", what="etcd is back")
-        kill(agent.status()["world"][1]["pid"])
-        agent.training(2, generation=3)
-
-
-def test_the_fork_server_may_die(tmp_path: Path):
+def test_the_etcd_and_the_fork_server_of_a_run_may_die(tmp_path: Path):
     with AgentUnderTest(tmp_path / "run", nproc=2) as agent:
         seen = agent.training(2)
         workers = {row["pid"] for row in seen["world"]}
-        (server,) = [
-            pid
+        helpers = {
+            mark: pid
             for pid in agent.pids()
-            if b"--preload" in Path(f"/proc/{pid}/cmdline").read_bytes() and pid not in workers
-        ]
-        kill(server)
+            for mark in (b"--data-dir", b"--preload")
+            if mark in Path(f"/proc/{pid}/cmdline").read_bytes() and pid not in workers
+        }
+        assert len(helpers) == 2
+        for pid in helpers.values():
+            kill(pid)
         first = agent.status()["step"]
-        eventually(lambda: agent.status()["step"] > first + 5, what="training goes on")
-        kill(seen["world"][0]["pid"])
+        eventually(lambda: agent.status()["step"] > first + 10, what="training goes on")
+        eventually(lambda: agent.status()["session"] == "live", what="etcd is back")
+        kill(seen["world"][1]["pid"])
         agent.training(2, generation=3)
-
-
-def test_steps_ask_the_store_for_nothing(tmp_path: Path):
-    with AgentUnderTest(tmp_path / "run", nproc=2) as agent:
-        agent.training(2)
-        before = _revision(agent)
-        first = agent.status()["step"]
-        eventually(lambda: agent.status()["step"] > first + 50, what="fifty steps")
-        assert _revision(agent) == before
 
 
 def _revision(agent: AgentUnderTest) -> int:
