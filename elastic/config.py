@@ -156,6 +156,10 @@ class ElasticConfig:
     """Where run directories are made. Without it: `runs` in the checkpoint directory, else
     `.everstep/<job>` here."""
 
+    console: str = "auto"
+    """How progress is shown: `live` on a terminal, `plain` lines elsewhere, `auto` chooses, `off`
+    shows only what the main worker prints."""
+
     metrics_port: int | None = None
     """Port of the metrics page, 0 for any free one. None: no page."""
 

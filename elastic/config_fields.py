@@ -310,6 +310,7 @@ FIELDS: tuple[Field, ...] = (
     Field("grace_s", seconds(0.0), "SECONDS", "Leaving"),
     Field("notice_signals", signals, "SIGNAL,...", "Leaving"),
     Field("log_dir", optional(path), "DIR", "Looking"),
+    Field("console", choice("auto", "live", "plain", "off"), "auto|live|plain|off", "Looking"),
     Field("metrics_port", optional(integer(0, 65535)), "PORT", "Looking"),
     Field("debug", switch, "", "Looking"),
 )

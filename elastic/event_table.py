@@ -79,7 +79,7 @@ EVENTS: dict[str, EventSpec] = {
     "step.committed": _spec(
         "step epoch log duration_s samples lr",
         "the step counts on every worker",
-        "total_steps grad_norm split",
+        "total_steps index grad_norm split",
     ),
     "step.redone": _spec("step", "the step is computed again after a reshape"),
     "step.skipped": _spec("step reason", "the step changed no parameter"),

@@ -61,7 +61,7 @@ class BootstrapStore:
         if len(value) > MAX_VALUE_BYTES or len(self._values) >= MAX_KEYS:
             raise Refused(f"too much for the bootstrap store: {len(value)} bytes under {key[:80]}")
         self._values.setdefault(key, value)
-        for call in self._waiting.pop(key, ()):
+        for call in list(self._waiting.pop(key, ())):  # each takes itself off the list
             call(self._values[key])
 
     def get(self, key: str) -> bytes | None:

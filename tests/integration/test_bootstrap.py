@@ -97,6 +97,20 @@ async def test_a_value_is_given_as_soon_as_it_is_set(server, strangers):
 
 
 @served
+async def test_everybody_who_waits_for_a_key_gets_it(server, strangers):
+    waiting = [await Client.connect(server) for _ in range(5)]
+    for client in waiting:
+        client.send({"t": "get", "k": "g1/a", "timeout_s": 30.0})
+    await eventually_async(lambda: len(server.store._waiting.get("g1/a", ())) == 5)
+    server.store.set("g1/a", b"v")
+    for client in waiting:
+        assert await client.answer() == {"t": "value", "v": b"v"}
+    for client in waiting:
+        client.close()
+    assert strangers == []
+
+
+@served
 async def test_a_wait_has_an_end(server, strangers):
     client = await Client.connect(server)
     assert await client.ask({"t": "get", "k": "g1/x", "timeout_s": 0.05}) == {"t": "timeout"}
