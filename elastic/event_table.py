@@ -59,7 +59,11 @@ EVENTS: dict[str, EventSpec] = {
     "worker.started": _spec("slot pid", "a worker process exists", "spare"),
     "worker.ready": _spec("", "the worker may be put into a World", "layout"),
     "worker.suspected": _spec("pid evidence", "the worker is stopped or makes no progress"),
-    "worker.exited": _spec("pid exit_code signal evidence", "the worker process is gone"),
+    "worker.exited": _spec(
+        "pid exit_code signal evidence",
+        "the worker process is gone",
+        "noticed_at_s",  # when (CLOCK_MONOTONIC) the agent counted it as dead, before it was reaped
+    ),
     "worker.failed": _spec(
         "error message traceback",
         "the train function (or the runtime) raised in this worker",

@@ -314,6 +314,7 @@ def _reaped(turn: Turn, local: Local, event: c.WorkerReaped) -> None:
         exit_code=event.exit_code,
         signal=event.signal,
         evidence=local.why or how,
+        noticed_at_s=local.doomed_at_s,
     )
     if turn.state.ending is not None and local.finished is not None:
         ending.worker_left(turn, local, event)

@@ -89,6 +89,7 @@ class Local:
         told: newest generation that it was sent; `told_at_s` when; `joined` the first one.
         formed: newest generation of which it completed the first agreement.
         why: what is said of its death, to follow its id.
+        doomed_at_s: since when it counts as dead.
         kill_at_s: when it is killed if it is not gone by then.
         wanted: its death is our doing and no failure.
         counted: its death is in the ledger.
@@ -109,6 +110,7 @@ class Local:
     failure: WorkerFailed | None = None
     stopped_at_s: float | None = None
     why: str = ""
+    doomed_at_s: float | None = None
     kill_at_s: float | None = None
     kill_asked: bool = False
     wanted: bool = False
@@ -335,7 +337,13 @@ class Turn:
 
     def doom(self, local: Local, why: str, *, wanted: bool = False) -> Local:
         """Count a worker as dead from now on; `why` follows its id in a sentence."""
-        doomed = self.put(local, life=Life.DYING, why=why, wanted=local.wanted or wanted)
+        doomed = self.put(
+            local,
+            life=Life.DYING,
+            why=why,
+            doomed_at_s=self.now_s,
+            wanted=local.wanted or wanted,
+        )
         if not doomed.wanted:
             self.set(deaths={**self.state.deaths, local.worker_id: why})
         return doomed
