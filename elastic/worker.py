@@ -25,6 +25,7 @@ import torch._dynamo  # the first optimizer imports it: seconds that a forked wo
 from elastic.agent.progress import ProgressPage, WorkerPhase
 from elastic.config import ElasticConfig
 from elastic.context import Context
+from elastic.earlier import replay
 from elastic.errors import ElasticError, ExitCode, Fenced, Misconfigured, UserError
 from elastic.events import EventLog
 from elastic.loops import Engine
@@ -39,7 +40,7 @@ from elastic.step.prepared import Prepared
 from elastic.step.process_group import GroupBroken
 from elastic.step.reform import Reenter, Reformer
 from elastic.step.restoring import Restorer
-from elastic.values import NotPlain, from_plain, to_plain
+from elastic.values import NotPlain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -154,9 +155,7 @@ class Worker:
     ) -> RunResult:
         call, self._run_calls = self._run_calls, self._run_calls + 1
         if call < self.spec.run_index:
-            earlier = dict(self.spec.earlier_results[call])
-            earlier["value"] = from_plain(earlier.get("value"))
-            return RunResult(**earlier)
+            return replay(self.spec.earlier_results[call])
         if call > self.spec.run_index:
             raise Misconfigured(
                 "elastic.run() was called inside elastic.run()", hint="call it once"

@@ -8,17 +8,14 @@ made here, in the open, so that a test can put them at the worst moment.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +173,6 @@ class LocalWorld:
                 )
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                if importlib.util.find_spec("elastic.run") is None:  # TEMP
-                    sys.modules["elastic.run"] = types.ModuleType("elastic.run")
                 elastic.worker.main(spec, theirs, page, arena)
             except Exception:
                 traceback.print_exc()

@@ -279,9 +279,7 @@ def _may_propose(state: State, now_s: float) -> bool:
     """Return whether it is for this node to propose: it is part of the World, or nobody is."""
     world = state.world
     return (
-        world is None
-        or state.node in world.nodes
-        or not state.survivors(lost_nodes(state, now_s))
+        world is None or state.node in world.nodes or not state.survivors(lost_nodes(state, now_s))
     )
 
 
