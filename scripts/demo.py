@@ -183,6 +183,7 @@ class Demo:
         self.show.begin(name, steps)
         command = [sys.executable, str(ROOT / "train" / "gpt.py")]
         command += ["--size", self.plan.size, "--steps", str(steps)]
+        command += ["--decay-steps", str(self.plan.all_steps)]  # one schedule for all parts
         settings: dict[str, object] = {
             "job": "demo" if remote else "demo-undisturbed",
             "checkpoint": self.local if remote else self.undisturbed,

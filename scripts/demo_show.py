@@ -68,7 +68,7 @@ class Show:
 
     def follow(self, run: Run, new: Sequence[Record]) -> None:
         """Tell what the new events say, and redraw the status line when it is due."""
-        for record in new:
+        for record in sorted(new, key=_at_s):
             if record["event"] == "step.committed" and self._is_news("step", record["step"]):
                 self._steps = [*self._steps, record][-RATE_STEPS - 1 :]
             elif record["event"] in _NEWS:
@@ -104,8 +104,8 @@ class Show:
         text, key = _NEWS[record["event"]](record)
         if text and self._is_news(record["event"], *key):
             since = ""
-            if self.fault is not None and record["t_mono_s"] >= self.fault.at_s:
-                since = f"[dim]+{record['t_mono_s'] - self.fault.at_s:.3f} s[/] "
+            if self.fault is not None and _at_s(record) >= self.fault.at_s:
+                since = f"[dim]+{_at_s(record) - self.fault.at_s:.3f} s[/] "
             self.say(since + text)
 
     def _status(self) -> Table:
@@ -131,6 +131,11 @@ class Show:
         if each is None or span_s <= 0:
             return None
         return float(each) * sum(int(r["samples"]) for r in self._steps[1:]) / span_s
+
+
+def _at_s(record: Record) -> float:
+    """Return when it happened: an end is written down later than it is noticed."""
+    return float(record.get("noticed_at_s") or record["t_mono_s"])
 
 
 def _exited(record: Record) -> tuple[str, tuple[Any, ...]]:

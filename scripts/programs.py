@@ -48,7 +48,9 @@ class Program:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        pairs = [f"{key}={value}" for key, value in {**os.environ, **(environment or {})}.items()]
+        # Nothing of ours has to be installed: what we start finds the packages where we did.
+        settings = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        pairs = [f"{key}={value}" for key, value in settings.items()]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(

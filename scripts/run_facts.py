@@ -204,12 +204,11 @@ def _recovery(
     healed_s = end_s - last["redo_ms"] / 1e3
     built_s = healed_s - (last["heal_ms"] + last["recover_ms"]) / 1e3
     began_s = built_s - last["rebuild_ms"] / 1e3
+    # A process is written down as gone when it is reaped; it counts as dead from an earlier moment.
     seen_s = [
-        float(record["t_mono_s"])
+        float(record.get("noticed_at_s") or record["t_mono_s"])
         for record in events
-        if record["event"] in ("worker.exited", "worker.suspected")
-        and record.get("worker_id") == fault.worker_id
-        and record["t_mono_s"] >= fault.at_s
+        if record["event"] == "worker.exited" and record.get("worker_id") == fault.worker_id
     ]
     # A worker hears of a World before its agent has written the event: never beyond `began_s`.
     formed_s = min(world.at_s, began_s)

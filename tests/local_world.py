@@ -23,7 +23,7 @@ import elastic.worker
 from ckpt.frames import recv_frame, send_frame
 from elastic.agent.progress import ProgressPage
 from elastic.config import ElasticConfig
-from elastic.membership.messages import Mode, World, WorkerRef
+from elastic.membership.messages import Mode, WorkerRef, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +198,7 @@ class LocalWorld:
                 continue
             worker.messages.append(message)
             if message["t"] == "failed":
-                print(worker.worker_id, message["traceback"])
+                print(worker.worker_id, message["traceback"])  # noqa: T201 - read on failure
             self.on_message(worker, message)
         for worker in live.values():
             if worker.status is None:

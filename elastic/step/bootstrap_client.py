@@ -10,6 +10,7 @@ peer died while it was being built is given up at once.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -81,10 +82,8 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]
         with self._lock:
             self._interrupted = True
             if self._sock is not None:
-                try:
+                with contextlib.suppress(OSError):  # the agent closed it first
                     self._sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # the agent closed it first
 
     def close(self) -> None:
         """Close the connection."""

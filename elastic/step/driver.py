@@ -70,7 +70,7 @@ class Driver:
         prepared: registry of the user's objects.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of one worker, connected once
         self,
         *,
         worker_id: str,

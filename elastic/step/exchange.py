@@ -89,7 +89,7 @@ class Exchange:
         finished_constant: the same for the extra segment (buffers after the step).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what one generation fixes
         self,
         *,
         group: Group,

@@ -1,4 +1,4 @@
-"""The keyed permutation: a bijection, the same on every machine, at a price that n does not change."""
+"""The keyed permutation: a bijection, the same on every machine, at any size n."""
 
 from __future__ import annotations
 
