@@ -85,6 +85,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     child = serve(sock, options.agent_pid)
     if child is not None:
+        # A worker closes what is not its own by number; this object must not close the number once
+        # more when the interpreter ends, as it may be a socket of the process group by then.
+        sock.detach()
         become_worker(child)
 
 

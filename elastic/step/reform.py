@@ -188,6 +188,10 @@ class Reformer:
         self._take_agreement(plan, inventories)
         self._share_extras(plan, inventories, group)
         self._install_placement(plan, world, group)
+        if plan.base != "checkpoint":  # which adds its own base when it is loaded
+            # Every generation is on the lineage from its first step: without it, what this run
+            # saves would not be found as its own.
+            driver.lineage = [*driver.lineage, [world.generation, driver.step]]
         self.times.recovered_s = time.monotonic()
         if plan.base == "checkpoint":
             self._restorer.load(self._mine(plan, primary_only=True))
