@@ -24,6 +24,7 @@ from scripts.runs import Run
 DRAW_EVERY_S = 0.2
 PRINT_EVERY_S = 5.0
 RATE_STEPS = 10
+HOLD_S = 0.15  # an end is written down when the process is reaped, later than it is noticed
 SLOW = ("agree", "unblock", "rebuild", "heal")
 
 
@@ -36,6 +37,7 @@ class Show:
         self._next_at_s = 0.0
         self._steps: list[Record] = []
         self._told: set[tuple[Any, ...]] = set()
+        self._held: list[Record] = []
         self._name = ""
         self._total = 0
         self._world = 0
@@ -52,6 +54,7 @@ class Show:
 
     def chapter(self, title: str) -> None:
         """Begin a part of the demo."""
+        self._release(float("inf"))
         self._live.update("", refresh=self._live.is_started)
         self.console.print(f"\n[bold]{escape(title)}[/]")
 
@@ -68,11 +71,11 @@ class Show:
 
     def follow(self, run: Run, new: Sequence[Record]) -> None:
         """Tell what the new events say, and redraw the status line when it is due."""
-        for record in sorted(new, key=_at_s):
+        for record in new:
             if record["event"] == "step.committed" and self._is_news("step", record["step"]):
                 self._steps = [*self._steps, record][-RATE_STEPS - 1 :]
-            elif record["event"] in _NEWS:
-                self._news(record)
+        self._held += [record for record in new if record["event"] in _NEWS]
+        self._release(time.monotonic() - HOLD_S)
         if run.world is not None:
             self._world, self._generation = run.world.size, run.world.generation
         now_s = time.monotonic()
@@ -87,6 +90,7 @@ class Show:
 
     def recovered(self, found: Recovery) -> None:
         """Tell what a recovery consisted of."""
+        self._release(found.finished_at_s)
         parts = ", ".join(f"{name} {found.parts_ms[name]:.0f}" for name in SLOW)
         self.say(
             f"[green]recovered[/] {found.total_ms:.0f} ms after the kill: noticed after "
@@ -99,6 +103,14 @@ class Show:
             return False
         self._told.add(key)
         return True
+
+    def _release(self, until_s: float) -> None:
+        """Tell what was held back, in the order in which it happened."""
+        held = sorted(self._held, key=_at_s)
+        for record in held:
+            if _at_s(record) <= until_s:
+                self._news(record)
+        self._held = [record for record in held if _at_s(record) > until_s]
 
     def _news(self, record: Record) -> None:
         text, key = _NEWS[record["event"]](record)
