@@ -37,6 +37,7 @@ class Plan:
     """What the demo set out to do."""
 
     size: str
+    batch_size: int
     workers: int
     virtual_ranks: int
     first_steps: int

@@ -120,7 +120,7 @@ def train(spec, control, progress_fd, arena_fd):
 
 def never_ready(spec, control, progress_fd, arena_fd):
     while True:
-        time.sleep(60)
+        time.sleep(60)  # sleep: a worker that does nothing
 
 
 def dies_at_once(spec, control, progress_fd, arena_fd):

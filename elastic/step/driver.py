@@ -115,8 +115,6 @@ class Driver:
         self.outcome: Outcome | None = None
         self.row_steps: list[int] = []
         self.held: dict[int, int] = {}
-        self.received: dict[int, int] = {}
-        self.received_generation = 0
         self.gradients: set[int] = set()
         self.gradient_step = 0
         self.healing: Healing | None = None
@@ -167,7 +165,6 @@ class Driver:
         self.fold = LeafFold(self.layout)
         self.row_steps = [0] * self.layout.num_segments
         self.held.clear()
-        self.received.clear()
         self.gradients.clear()
         self.initial_crc = self.layout.crc()
 
@@ -330,9 +327,10 @@ class Driver:
         if self.healing is None:
             return
         self.healing.finish(self.group, self.optimizers, self.device)
+        # A copy counts as soon as it is whole. Nobody may drop or change what it was made from
+        # before the agreement that every holder enters with its copies complete.
         mine = {s for s, who in enumerate(self.placement) if self.worker_id in who}
-        self.received = dict.fromkeys(mine - self.held.keys(), self.step)
-        self.received_generation = self.generation
+        self.held.update(dict.fromkeys(mine - self.held.keys(), self.step))
         self.healing = None
 
     def _known_generation(self) -> int:
@@ -386,9 +384,6 @@ class Driver:
         """
         outcome = conclude(agreement)
         self._publish()
-        if agreement.generation == self.received_generation:
-            self.held.update(self.received)
-            self.received = {}
         self.agreement = agreement
         self.seq = agreement.seq
         self.outcome = outcome

@@ -185,7 +185,7 @@ class Reformer:
         )
         if plan.lost:
             raise Reenter
-        self._take_agreement(plan, inventories)
+        self._take_agreement(plan)
         self._share_extras(plan, inventories, group)
         self._install_placement(plan, world, group)
         if plan.base != "checkpoint":  # which adds its own base when it is loaded
@@ -237,8 +237,6 @@ class Reformer:
             agreement=driver.agreement,
             row_steps=tuple(driver.row_steps),
             held=dict(driver.held),
-            received=dict(driver.received),
-            received_generation=driver.received_generation,
             gradients=frozenset(driver.gradients),
             gradient_step=driver.gradient_step,
         )
@@ -258,7 +256,7 @@ class Reformer:
         answer = group.gather_bytes(said)[0]
         return "checkpoint" if self._restorer.accept(answer) else "initial"
 
-    def _take_agreement(self, plan: Plan, inventories: Sequence[Inventory]) -> None:
+    def _take_agreement(self, plan: Plan) -> None:
         driver = self._driver
         if driver.worker_id in plan.behind:
             assert plan.agreement is not None
@@ -268,15 +266,8 @@ class Reformer:
             driver.seq = 0 if plan.agreement is None else plan.agreement.seq
             driver.step = plan.step
             driver.after_step_done = plan.step
+            driver.held.clear()
         driver.gradients = set()
-        generation = driver.agreement.generation if driver.agreement is not None else 0
-        confirmed = any(
-            i.agreement is not None and i.agreement.generation == driver.received_generation
-            for i in inventories
-        )
-        if driver.received and (confirmed or generation == driver.received_generation):
-            driver.held.update(driver.received)
-        driver.received = {}
 
     def _share_extras(self, plan: Plan, inventories: Sequence[Inventory], group: Group) -> None:
         if plan.base != "survivors" or not any(i.fresh for i in inventories):
@@ -361,8 +352,6 @@ def _encode_inventory(inventory: Inventory) -> bytes:
             ],
             list(inventory.row_steps),
             list(inventory.held.items()),
-            list(inventory.received.items()),
-            inventory.received_generation,
             sorted(inventory.gradients),
             inventory.gradient_step,
         ]
@@ -380,8 +369,6 @@ def _decode_inventory(raw: bytes) -> Inventory:
         agreement,
         row_steps,
         held,
-        received,
-        received_generation,
         gradients,
         gradient_step,
     ) = msgpack.unpackb(raw)
@@ -398,8 +385,6 @@ def _decode_inventory(raw: bytes) -> Inventory:
         "agreement": taken,
         "row_steps": tuple(row_steps),
         "held": dict(held),
-        "received": dict(received),
-        "received_generation": received_generation,
         "gradients": frozenset(gradients),
         "gradient_step": gradient_step,
     }

@@ -254,7 +254,7 @@ async def test_a_session_outlives_its_time_to_live(bench):
     lost = []
     a = await bench.started("a", on_lost=lost.append)
     first = await now(a)
-    await asyncio.sleep(2.5 * a.ttl_s)
+    await asyncio.sleep(2.5 * a.ttl_s)  # sleep: a span of time is what is tested
     assert a.alive
     assert not lost
     assert (await now(bench.coord())).member_revisions == first.member_revisions
@@ -288,7 +288,7 @@ async def test_the_same_incarnation_takes_its_record_over_at_once(bench):
     started_s = time.monotonic()
     again = await bench.started("a", "1")
     assert time.monotonic() - started_s < 0.5 * TTL_S
-    await asyncio.sleep(2 * TTL_S)  # the old lease runs out, and takes nothing with it
+    await asyncio.sleep(2 * TTL_S)  # sleep: the old lease runs out, and takes nothing with it
     assert (await now(again)).members["a"] == member("a")
     assert again.alive
 
@@ -524,5 +524,5 @@ async def test_saves_wake_nobody(bench):
 async def test_the_last_answer_is_dated(bench):
     a = await bench.started("a")
     assert 0 <= time.monotonic() - a.last_answer_at_s < 1.0
-    await asyncio.sleep(a.ttl_s)
+    await asyncio.sleep(a.ttl_s)  # sleep: a span of time is what is tested
     assert time.monotonic() - a.last_answer_at_s < 0.7 * a.ttl_s

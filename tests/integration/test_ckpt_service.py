@@ -176,7 +176,9 @@ def test_a_worker_killed_at_any_moment_of_staging_leaves_whole_halves_or_none():
         fd = create_fd()
         with stager(fd, 4000) as child:
             assert child.stdout.readline() == "1 0\n"
-            time.sleep(rng.random() * 0.03)  # the moment of the kill, not a wait for something
+            time.sleep(  # sleep: the moment of the kill
+                rng.random() * 0.03
+            )  # sleep: the moment of the kill, not a wait for something
             child.kill()
         reader = ArenaReader(fd)
         assert reader.sealed(1) is None  # it had no need of the second half

@@ -35,11 +35,11 @@ async def test_a_killed_and_restarted_etcd_costs_no_event_and_no_session(etcd):
         state = await reader.until(lambda s: s.world)
         for generation in (2, 3):
             etcd.kill()
-            await asyncio.sleep(0.5)  # calls and streams fail meanwhile
+            await asyncio.sleep(0.5)  # sleep: calls and streams fail meanwhile
             await asyncio.to_thread(etcd.restart)
             assert await a.propose_world(world(generation), after_revision=state.world_revision)
             state = await reader.until(lambda s, g=generation: s.world.generation == g)
-        await asyncio.sleep(4.0)  # by the deadline of before, the leases have been renewed
+        await asyncio.sleep(4.0)  # sleep: by the deadline of before, the leases have been renewed
         assert (a.alive, b.alive, lost.qsize()) == (True, True, 0)
         assert set((await reader.until(lambda _: True)).members) == {"a", "b"}
         revisions = [snapshot.revision for snapshot in reader.seen]
@@ -96,7 +96,7 @@ async def test_a_stopped_etcd_ends_the_session_by_our_own_clock(etcd):
             assert not a.alive
             with pytest.raises(SessionLost):
                 await a.propose_world(world(), after_revision=0)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # sleep: a span of time is what is tested
         finally:
             os.kill(etcd.pid, signal.SIGCONT)
         await a.start(member("a"))
@@ -111,10 +111,10 @@ async def test_an_etcd_that_stops_for_less_than_the_lease_costs_nothing(etcd):
         for _ in range(2):
             os.kill(etcd.pid, signal.SIGSTOP)
             proposing = asyncio.create_task(a.put_member(member("a")))
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(1.2)  # sleep: a span of time is what is tested
             os.kill(etcd.pid, signal.SIGCONT)
             await proposing
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # sleep: a span of time is what is tested
         assert a.alive
         assert lost.qsize() == 0
 
@@ -123,7 +123,7 @@ async def test_an_etcd_that_stops_for_less_than_the_lease_costs_nothing(etcd):
 async def test_an_agent_that_slept_knows_it_before_it_acts(etcd):
     async with coords(etcd.endpoint, etcd.endpoint, ttl_s=1.0) as (a, b, lost):
         await b.abandon()
-        time.sleep(a.ttl_s + 0.3)  # noqa: ASYNC251 - the whole process sleeps, as on SIGSTOP
+        time.sleep(a.ttl_s + 0.3)  # sleep: the whole process, as on SIGSTOP  # noqa: ASYNC251
         assert not a.alive
         with pytest.raises(SessionLost):
             await a.propose_world(world(), after_revision=0)
@@ -208,7 +208,7 @@ async def test_an_idle_job_writes_nothing_and_is_not_hung_up_on(etcd, capfd):
             await reader.until(lambda s: len(s.members) == 3)
         before = await asyncio.to_thread(revision, etcd.endpoint)
         seen = [len(reader.seen) for reader in readers]
-        await asyncio.sleep(10)
+        await asyncio.sleep(10)  # sleep: a span of time is what is tested
         assert await asyncio.to_thread(revision, etcd.endpoint) == before
         assert [len(reader.seen) for reader in readers] == seen
         assert lost.qsize() == 0
@@ -230,7 +230,7 @@ async def test_a_full_etcd_is_named_and_costs_no_session(etcd):
         other = EtcdCoord([etcd.endpoint], JOB)
         with pytest.raises(CoordRetryable, match="database is full"):
             await other.start(member("b"))
-        await asyncio.sleep(1.2 * a.ttl_s)
+        await asyncio.sleep(1.2 * a.ttl_s)  # sleep: a span of time is what is tested
         assert a.alive
         await asyncio.to_thread(
             call, etcd.endpoint, "maintenance/alarm", action="DEACTIVATE", **alarm

@@ -111,7 +111,7 @@ async def test_a_late_answer_counts_from_when_its_heartbeat_was_sent(etcd):
     async with Proxy(etcd.endpoint) as proxy, coords(proxy.endpoint, ttl_s=3.0) as (a, lost):
         proxy.go(Way.SWALLOW)
         started_s = time.monotonic()  # the next heartbeat leaves within a second
-        await asyncio.sleep(1.4)
+        await asyncio.sleep(1.4)  # sleep: a span of time is what is tested
         proxy.go(Way.DEAFEN)  # now it is answered, and no other one will be
         async with asyncio.timeout(5):
             await lost.get()
@@ -126,7 +126,7 @@ async def test_connections_that_are_reset_all_the_time_cost_no_session(etcd):
     async with Proxy(etcd.endpoint) as proxy, coords(proxy.endpoint, ttl_s=3.0) as (a, lost):
         reader = Reader(a)
         for slots in range(2, 14):
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)  # sleep: a span of time is what is tested
             proxy.cut()
             await a.put_member(member("a", slots=slots))
         await reader.until(lambda s: s.members["a"].slots == 13)
@@ -153,7 +153,7 @@ async def test_the_second_endpoint_is_used_when_the_first_fails(etcd, way):
             await a.put_member(member("a", slots=2))
             assert time.monotonic() - started_s < 2.5
             await reader.until(lambda s: s.members["a"].slots == 2, within_s=0.5)
-            await asyncio.sleep(a.ttl_s)
+            await asyncio.sleep(a.ttl_s)  # sleep: a span of time is what is tested
             assert a.alive
             assert lost.qsize() == 0
 
@@ -175,7 +175,7 @@ async def test_three_nodes_may_lose_the_leader_that_we_talk_to(tmp_path, stop):
             try:
                 await a.put_member(member("a", slots=2))
                 await reader.until(lambda s: s.members["a"].slots == 2)
-                await asyncio.sleep(5.0)
+                await asyncio.sleep(5.0)  # sleep: a span of time is what is tested
                 assert (a.alive, b.alive, lost.qsize()) == (True, True, 0)
                 await a.put_member(member("a", slots=3))
                 await reader.until(lambda s: s.members["a"].slots == 3, within_s=2.0)

@@ -63,7 +63,7 @@ async def test_an_etcd_that_comes_up_late_is_waited_for(etcd):
     etcd.kill()
     coord = EtcdCoord([etcd.endpoint], JOB)
     starting = asyncio.create_task(coord.start(member("a")))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # sleep: a span of time is what is tested
     assert not starting.done()
     await asyncio.to_thread(etcd.restart)
     await starting

@@ -112,7 +112,7 @@ def train(
         opt.zero_grad()
         ctx.log(loss=loss)
         if pause_s:
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # sleep: makes a step long enough to be hit
 
     def accuracy() -> dict[str, float]:
         return ctx.evaluate(

@@ -13,6 +13,7 @@ from tests.run_story import killed_run, resumed_run
 
 PLAN = Plan(
     size="tiny",
+    batch_size=8,
     workers=4,
     virtual_ranks=8,
     first_steps=20,
