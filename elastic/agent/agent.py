@@ -28,7 +28,8 @@ from elastic.agent.coordination import Coordination
 from elastic.agent.forks import ForkServer
 from elastic.agent.http import StatusServer
 from elastic.agent.leaving import end_orphans, result_of
-from elastic.agent.saves import NoSaves, Saves, Saving
+from elastic.agent.saves import Saves
+from elastic.agent.saving import NoSaves, Saving
 from elastic.agent.spec import AgentSpec, RunDir
 from elastic.agent.store import Store
 from elastic.agent.workers import Workers

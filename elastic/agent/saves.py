@@ -6,8 +6,6 @@ both are true. Packs of several nodes are told through the coordination store, o
 pack; with one node nothing is written there. A worker that is dead does not stop its save: the
 bytes are in its arena. When the service itself dies, another one is started and what was under way
 is ordered again as far as its workers live.
-
-`NoSaves` stands in for a job that has nowhere to save to.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt.commit import Missing, assemble
 from ckpt.errors import CheckpointError, Misconfigured, Retryable
 from ckpt.service import SaveService
+from elastic.agent.saving import Message, Surroundings
 from elastic.errors import ElasticError, ExitCode
 from elastic.membership import commands as c
 from elastic.membership.coord import Coord
@@ -33,82 +32,6 @@ FIRST_ASK_S = 0.1
 LAST_ASK_S = 2.0
 
 Key = tuple[int, int]
-Message = dict[str, Any]
-
-
-class Surroundings(Protocol):
-    """What saves need of the agent."""
-
-    def arena_fd(self, worker_id: str) -> int | None:
-        """Return a living worker's arena."""
-        ...
-
-    def tell(self, worker_ids: Iterable[str] | None, message: Message) -> None:
-        """Send a message to these workers, or to all."""
-        ...
-
-    def note(self, event: str, /, **fields: Any) -> None:
-        """Write an event to the log."""
-        ...
-
-    def on_event(self, event: c.Event) -> None:
-        """Give an event to the machine."""
-        ...
-
-
-class Saving(Protocol):
-    """What the agent asks of its saves."""
-
-    def status(self) -> dict[str, Any]:
-        """Return last_committed_step, in_flight, last_error."""
-        ...
-
-    async def start(self) -> None:
-        """Start whatever is needed."""
-        ...
-
-    def message(self, worker_id: str, message: Message) -> None:
-        """Take a worker's message about a save."""
-        ...
-
-    def gone(self, worker_id: str) -> None:
-        """Take in that a worker is reaped."""
-        ...
-
-    def settle(self, deadline_at_s: float) -> None:
-        """Finish what is under way until then; SavesSettled follows."""
-        ...
-
-    async def close(self, within_s: float) -> None:
-        """End it."""
-        ...
-
-
-class NoSaves:
-    """Saves of a job without a checkpoint directory and without a remote place."""
-
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
-
-    def status(self) -> dict[str, Any]:
-        """Nothing was ever saved."""
-        return {"last_committed_step": None, "in_flight": [], "last_error": None}
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    def message(self, worker_id: str, message: Message) -> None:
-        """Nothing is staged without a place to save to."""
-
-    def gone(self, worker_id: str) -> None:
-        """Nothing of it is kept."""
-
-    def settle(self, deadline_at_s: float) -> None:  # noqa: ARG002 - the protocol's signature
-        """Nothing is under way."""
-        self._surroundings.on_event(c.SavesSettled())
-
-    async def close(self, within_s: float) -> None:
-        """Nothing to end."""
 
 
 @dataclass(slots=True)

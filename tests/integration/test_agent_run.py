@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -217,11 +218,29 @@ def test_the_etcd_and_the_fork_server_of_a_run_may_die(tmp_path: Path):
         agent.training(2, generation=3)
 
 
-def _revision(agent: AgentUnderTest) -> int:
-    import http.client
+def test_a_lease_that_is_gone_is_renewed_and_nobody_is_voted_out(tmp_path: Path):
+    """FC-38: keep-alives of a dead lease look like success; the agent must register anew."""
+    with AgentUnderTest(tmp_path / "run", nproc=2) as agent:
+        agent.training(2)
+        for lease in _etcd(agent, "/v3/lease/leases")["leases"]:
+            _etcd(agent, "/v3/lease/revoke", {"ID": lease["ID"]})
+        eventually(lambda: len(agent.events("member.expired")) == 1, what="its record is gone")
+        eventually(lambda: len(agent.events("member.joined")) == 2, what="it registers again")
+        first = agent.status()["step"]
+        eventually(lambda: agent.status()["step"] > first + 5, what="training goes on")
+        assert agent.status()["generation"] == 1
+        kill(agent.status()["world"][0]["pid"])
+        agent.training(2, generation=3)
 
+
+def _revision(agent: AgentUnderTest) -> int:
+    return int(_etcd(agent, "/v3/maintenance/status")["header"]["revision"])
+
+
+def _etcd(agent: AgentUnderTest, path: str, body: dict | None = None) -> dict:
+    """Ask the run's own etcd past the agent's client."""
     connection = http.client.HTTPConnection(agent.facts()["etcd"][0], timeout=5)
-    connection.request("POST", "/v3/maintenance/status", body="{}")
+    connection.request("POST", path, body=json.dumps(body or {}))
     answer = json.loads(connection.getresponse().read())
     connection.close()
-    return int(answer["header"]["revision"])
+    return answer
