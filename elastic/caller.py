@@ -69,11 +69,11 @@ class AgentProcess:
         finally:
             os.close(spec_fd)
             os.close(read_fd)
-        # A child that this process forks later must not keep the agent believing in us.
-        os.register_at_fork(after_in_child=lambda: _close_quietly(write_fd))
+        agent = cls(process, run_dir, write_fd)
+        _LIVING.add(agent)
         with contextlib.suppress(OSError, ValueError):
             preflight.allow_files(process.pid, preflight.files_needed(config))
-        return cls(process, run_dir, write_fd)
+        return agent
 
     @property
     def pid(self) -> int:
@@ -104,10 +104,27 @@ class AgentProcess:
 
     def close(self) -> None:
         """Let go of the pipe, and remove what an agent that was killed could not."""
-        if self._caller_fd >= 0:
-            _close_quietly(self._caller_fd)
-            self._caller_fd = -1
+        self.let_go()
         shutil.rmtree(self._run_dir / "etcd", ignore_errors=True)
+
+    def let_go(self) -> None:
+        """Close our end of the pipe: the agent sees that nobody waits for it here."""
+        _LIVING.discard(self)
+        fd, self._caller_fd = self._caller_fd, -1
+        if fd >= 0:
+            _close_quietly(fd)
+
+
+_LIVING: set[AgentProcess] = set()
+
+
+def _let_go_in_child() -> None:
+    """A forked child of the caller must not keep an agent believing that its caller lives."""
+    for agent in list(_LIVING):
+        agent.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Signals:

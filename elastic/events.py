@@ -110,6 +110,8 @@ class EventTail:
         records: list[Record] = []
         for path in _event_files(self._events_dir):
             offset = self._offsets.get(path, 0)
+            if path.stat().st_size <= offset:
+                continue
             with path.open("rb") as file:
                 file.seek(offset)
                 data = file.read()

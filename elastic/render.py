@@ -38,6 +38,9 @@ NOTEWORTHY: frozenset[str] = frozenset(
     }
 )
 
+FAILURE_MARK = "everstep: this worker failed:"
+"""Line in a worker's log before its last traceback; what follows is shown only when asked for."""
+
 SIGNAL_NAMES = {
     1: "SIGHUP",
     2: "SIGINT",

@@ -11,6 +11,7 @@ The module itself can be called: `elastic.run(...)` works whether or not somebod
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -22,11 +23,12 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from elastic import caller, earlier, job_root, preflight, resume
-from elastic.clock import SystemClock
+from elastic.clock import SYSTEM_CLOCK
 from elastic.config import Origin, Resolved, process_environ, resolve, shown
 from elastic.console import make_console, write_error
 from elastic.errors import ElasticError, ExitCode, Misconfigured, RunFailed, exit_code_of
-from elastic.events import EventLog
+from elastic.events import EventLog, read_events
+from elastic.goodput import measure
 from elastic.joblock import JobLock
 from elastic.result import RunResult
 from elastic.script import ScriptSpec, check_not_importing, describe
@@ -40,6 +42,8 @@ _worker_hook: Callable[..., RunResult] | None = None
 _command_line: Mapping[str, Any] = {}
 """Options of `elastic run`, which win over everything else."""
 _dry_run = False
+_as_json = False
+_debug = False
 _ledger = earlier.Ledger()
 
 
@@ -80,13 +84,22 @@ def run(
         if outcome is None:
             outcome = RunFailed(ExitCode.INFRASTRUCTURE, "the run was interrupted")
         _ledger.end(index, outcome)
+        if _as_json:
+            sys.stdout.write(json.dumps(_ledger.entries[index]) + "\n")
+            sys.stdout.flush()
 
 
-def configure(options: Mapping[str, Any], *, dry_run: bool = False) -> None:
+def configure(options: Mapping[str, Any], *, dry_run: bool = False, as_json: bool = False) -> None:
     """Set the command line's options for every `run` of this process (used by `elastic run`)."""
     module = sys.modules[__name__]
     module._command_line = dict(options)  # type: ignore[attr-defined]
     module._dry_run = dry_run  # type: ignore[attr-defined]
+    module._as_json = as_json  # type: ignore[attr-defined]
+
+
+def was_called() -> bool:
+    """Whether `run` has been called in this process."""
+    return bool(_ledger.entries)
 
 
 # -- one run ----------------------------------------------------------------------------------
@@ -100,16 +113,19 @@ def _run(
     index: int,
 ) -> RunResult:
     resolved = _complete(resolve(config, process_environ(), _command_line))
-    if _dry_run:
-        _print_resolved(resolved)
-        raise DryRun(0)
-    before = _ledger.before(index)
+    _remember_debug(wanted=resolved.config.debug)
     script = describe(fn, args, kwargs)
-    roots = [os.path.abspath(r) if "://" not in r else r for r in _roots(resolved)]
-    _ledger.check_roots(roots)
+    repeats = script.kind != "function"  # workers pass the earlier calls again
+    before = _ledger.before(index) if repeats else []
+    roots = _roots(resolved)
+    if repeats:
+        _ledger.check_roots(roots)
     found = resume.look(resolved)
     if found is not None:
         resolved = resume.adopt(resolved, found)
+    if _dry_run:
+        _print_resolved(resolved, script)
+        raise DryRun(0)
     place = job_root.find(
         resolved.config,
         stem=Path(script.path).stem,
@@ -122,15 +138,18 @@ def _run(
         job_root.remember(place)
         run_dir = job_root.make_run_dir(place.runs)
         lock.describe(pid=os.getpid(), job=place.job, run_dir=str(run_dir))
-        if place.is_new_name and (resolved.config.checkpoint or resolved.config.remote):
-            write_error(f"job {place.job} (a later start in the same place goes on from it)")
+        if resolved.config.console != "off":
+            write_error(_opening(place, run_dir, found))
         spec = {
             "config": resolved.config.to_dict(),
+            "origins": {name: str(origin) for name, origin in resolved.origins.items()},
             "script": script.to_dict(),
             "job": place.job,
+            "resume": None if found is None else found.to_dict(),
             "first_generation": 1 if found is None else found.generation + 1,
-            "run_index": index,
+            "run_index": index if repeats else 0,
             "earlier_results": before,
+            "caller_pid": os.getpid(),
             "lock_root": str(place.root),
         }
         result = _supervise(spec, run_dir, resolved, script, lock)
@@ -142,7 +161,7 @@ def _run(
         step=int(result.get("step") or 0),
         generation=int(result.get("generation") or 0),
         events_path=str(run_dir / "events"),
-        goodput=result.get("goodput"),
+        goodput=_goodput(result, run_dir),
     )
 
 
@@ -161,7 +180,8 @@ def _supervise(
         config={**config.to_dict(), "job": spec["job"], "script": script.shown},
         origins={name: str(origin) for name, origin in resolved.origins.items()},
     )
-    watch = Watch(run_dir, make_console(config.console, sys.stdout, sys.stderr), SystemClock())
+    console = make_console(config.console, sys.stdout, sys.stderr)
+    watch = Watch(run_dir, console, SYSTEM_CLOCK, tracebacks=config.debug)
     agent: caller.AgentProcess | None = None
     try:
         with caller.Signals(config) as signals:
@@ -179,7 +199,13 @@ def _supervise(
 
 def _complete(resolved: Resolved) -> Resolved:
     """Fill in what depends on this machine and on other fields."""
-    config = resolved.config
+    places = {
+        name: os.path.abspath(value)
+        for name in ("checkpoint", "remote", "log_dir")
+        if (value := getattr(resolved.config, name)) is not None and "://" not in value
+    }
+    config = dataclasses.replace(resolved.config, **places)
+    resolved = Resolved(config, resolved.origins)
     if config.nproc is None:
         gpus = preflight.count_gpus(process_environ()) if config.backend == "nccl" else 0
         resolved = resolved.replace(Origin.MACHINE, nproc=max(1, gpus))
@@ -196,16 +222,33 @@ def _roots(resolved: Resolved) -> list[str]:
     return [root for root in (resolved.config.checkpoint, resolved.config.remote) if root]
 
 
-def _print_resolved(resolved: Resolved) -> None:
-    """Print each field, its value and where it came from, as JSON lines."""
+def _print_resolved(resolved: Resolved, script: ScriptSpec) -> None:
+    """Print what would be run, and each field with its value and where that came from."""
+    values = resolved.config.to_dict()
+    if _as_json:
+        fields = {
+            name: {"value": values[name], "origin": str(origin)}
+            for name, origin in resolved.origins.items()
+        }
+        sys.stdout.write(json.dumps({"script": script.to_dict(), "config": fields}) + "\n")
+        return
+    sys.stdout.write(f"would run {script.shown} with\n")
+    width = max(map(len, values))
     for name, origin in resolved.origins.items():
-        value = getattr(resolved.config, name)
-        line = {"field": name, "value": value, "origin": str(origin)}
-        try:
-            text = json.dumps(line)
-        except TypeError:
-            text = json.dumps({**line, "value": shown(value)})
-        sys.stdout.write(text + "\n")
+        text = shown(getattr(resolved.config, name))
+        sys.stdout.write(f"  {name:<{width}}  {text:<24}  {origin}\n")
+
+
+def _opening(place: job_root.JobRoot, run_dir: Path, found: resume.Found | None) -> str:
+    """Return the first line that a person sees: which job, where, and from which step."""
+    start = "" if found is None else f" goes on from step {found.step} and"
+    return f"job {place.job}{start} writes to {run_dir}"
+
+
+def _goodput(result: Mapping[str, Any], run_dir: Path) -> float | None:
+    """Return the agent's figure, or the one that the events give."""
+    given = result.get("goodput")
+    return float(given) if given is not None else measure(read_events(run_dir)).share
 
 
 # -- errors that reach the top ------------------------------------------------------------------
@@ -223,19 +266,18 @@ def _install_excepthook() -> None:
         if not isinstance(error, (RunFailed, Misconfigured)):
             previous(kind, error, trace)
             return
-        report(error, debug=_wants_debug(), trace=trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code_of(error))  # the interpreter's own code for an exception is 1
+        report(error, trace=trace)
+        # The interpreter ends with 1 after an exception, unless its hook asks for another end.
+        raise SystemExit(exit_code_of(error))
 
     hook._everstep = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def report(error: ElasticError, *, debug: bool, trace: TracebackType | None = None) -> None:
+def report(error: ElasticError, *, trace: TracebackType | None = None) -> None:
     """Write one sentence; with `debug` also the tracebacks of the worker and of this process."""
     write_error(str(error))
-    if not debug:
+    if not _wants_debug():
         return
     worker_trace = getattr(error, "traceback", "")
     if worker_trace:
@@ -244,10 +286,14 @@ def report(error: ElasticError, *, debug: bool, trace: TracebackType | None = No
         sys.stderr.write("".join(traceback.format_exception(type(error), error, trace)))
 
 
+def _remember_debug(*, wanted: bool) -> None:
+    sys.modules[__name__]._debug = wanted  # type: ignore[attr-defined]
+
+
 def _wants_debug() -> bool:
-    environ = process_environ()
-    given = environ.get("EVERSTEP_DEBUG", "")
-    return bool(_command_line.get("debug")) or given.lower() in ("1", "true", "yes", "on")
+    """Whether the last run asked for it, or will: an error may come before it was resolved."""
+    given = process_environ().get("EVERSTEP_DEBUG", "")
+    return _debug or bool(_command_line.get("debug")) or given.lower() in ("1", "true", "yes", "on")
 
 
 class _Callable(ModuleType):
@@ -258,3 +304,4 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+__wrapped__ = run  # what inspect.signature(elastic.run) shows

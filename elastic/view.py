@@ -117,6 +117,8 @@ class RunView:
 
     def _is_quiet(self, name: str, record: Record) -> bool:
         """Whether a noteworthy event is an ordinary one here: a first World, a clean end."""
+        if name in ("reshape.started", "reshape.finished"):
+            return self.reshapes == 0 and self.failures == 0
         if name == "worker.exited":
             return record.get("exit_code") == 0 and not record.get("signal")
         if name == "member.joined":

@@ -7,35 +7,29 @@ has ended.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
+from elastic.clock import Clock
 from elastic.console import Console
 from elastic.events import EventTail
+from elastic.render import FAILURE_MARK
 from elastic.view import RunView
 
 _LINE_LIMIT = 64 * 1024
 _READ_LIMIT = 1 << 20
 
 
-class Clock(Protocol):
-    """Monotonic seconds."""
-
-    def now_s(self) -> float:
-        """Return them."""
-        ...
-
-
 class Watch:
     """Shows one run on a console; `look` is called again and again while it goes on."""
 
-    def __init__(self, run_dir: Path, console: Console, clock: Clock) -> None:
+    def __init__(
+        self, run_dir: Path, console: Console, clock: Clock, *, tracebacks: bool = False
+    ) -> None:
         self.view = RunView()
         self._console = console
         self._clock = clock
         self._events = EventTail(run_dir)
-        self._output = MainOutput(run_dir)
+        self._output = MainOutput(run_dir, tracebacks=tracebacks)
 
     def look(self) -> None:
         """Take in what is new and show it."""
@@ -52,6 +46,8 @@ class Watch:
     def close(self) -> None:
         """Show what came last, and leave the terminal as it was."""
         self.look()
+        while printed := self._output.read(self.view.main_worker_id):
+            self._console.output(printed)
         rest = self._output.rest()
         if rest:
             self._console.output(rest)
@@ -62,11 +58,14 @@ class MainOutput:
     """The output of whichever worker is the main one, in whole lines and without repeats.
 
     A worker that becomes main later is followed from that moment: what it printed before was said
-    by the main worker of then.
+    by the main worker of then. The traceback of a worker that failed is left in its log, unless
+    `tracebacks` asks for it: the run ends, or goes on, with one sentence about it.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, tracebacks: bool = False) -> None:
         self._logs = run_dir / "logs"
+        self._tracebacks = tracebacks
+        self._failed = False
         self._worker_id: str | None = None
         self._offset = 0
         self._partial = b""
@@ -77,15 +76,24 @@ class MainOutput:
             return ""
         before = b""
         if main_worker_id != self._worker_id:
-            before = self._end_line(self._take())
+            before = self._shown(self._end_line(self._take()))
+            self._failed = False
             first = self._worker_id is None
             self._worker_id = main_worker_id
             self._offset = 0 if first else self._size()
-        return (before + self._whole(self._take())).decode(errors="replace")
+        return (before + self._shown(self._whole(self._take()))).decode(errors="replace")
 
     def rest(self) -> str:
         """Return a last line that was never ended."""
-        return self._end_line(b"").decode(errors="replace")
+        return self._shown(self._end_line(b"")).decode(errors="replace")
+
+    def _shown(self, lines: bytes) -> bytes:
+        """Return what stands before the mark of a failure."""
+        if self._tracebacks or self._failed:
+            return b"" if self._failed else lines
+        before, mark, _ = lines.partition(FAILURE_MARK.encode() + b"\n")
+        self._failed = bool(mark)
+        return before
 
     def _whole(self, data: bytes) -> bytes:
         data = self._partial + data
@@ -122,8 +130,3 @@ class MainOutput:
             os.close(fd)
         self._offset += len(data)
         return data
-
-
-def replay(records: list[Mapping[str, Any]], view: RunView) -> list[str]:
-    """Apply recorded events to a view and return the lines that a person would have seen."""
-    return [text for record in records for text in view.apply(record)]

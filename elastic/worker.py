@@ -29,6 +29,7 @@ from elastic.earlier import replay
 from elastic.errors import ElasticError, ExitCode, Fenced, Misconfigured, UserError
 from elastic.events import EventLog
 from elastic.loops import Engine
+from elastic.render import FAILURE_MARK
 from elastic.result import RunResult
 from elastic.rng import seed_everything
 from elastic.script import ScriptSpec, enter
@@ -287,7 +288,8 @@ class Worker:
         message = str(error) or type(error).__name__
         if isinstance(error, SystemExit):
             message = f"the script called sys.exit({error.code}) inside the training function"
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the worker's own log
+        sys.stdout.flush()
+        print(f"{FAILURE_MARK}\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - its own log
         self.events.emit(
             "worker.failed",
             error=type(error).__name__,
