@@ -55,6 +55,9 @@ def main() -> None:
 @click.option("--seed", type=int, default=1, show_default=True, help="Chooses victims and moments.")
 @click.option("--peers/--no-peers", default=True, show_default=True)
 @click.option("--peer-runs", type=click.IntRange(1), default=5, show_default=True)
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Keep the run's events in this directory."
+)
 def recovery(*, as_json: bool, **given: Any) -> None:
     """Measure what it costs to lose one worker, beside a restart by torchrun."""
     options = bench_recovery.Options(**given)

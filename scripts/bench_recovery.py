@@ -24,6 +24,7 @@ is the mean total, given beside it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -68,6 +69,7 @@ class Options:
     seed: int = 1
     peers: bool = True
     peer_runs: int = 5
+    keep: Path | None = None
 
 
 def run(options: Options, say: Say) -> dict[str, Any]:
@@ -108,8 +110,11 @@ def _ours(
     options: Options, say: Say
 ) -> tuple[list[Recovery], list[Recovery], dict[str, float | None]]:
     rng = random.Random(options.seed)
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as directory:
-        stop_file = Path(directory) / "stop"
+    with contextlib.ExitStack() as stack:
+        directory = options.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-bench-"))
+        )
+        stop_file = directory / "stop"
         command = [sys.executable, str(WORKLOAD), "--stop", str(stop_file)]
         command += ["--width", str(options.width), "--depth", str(options.depth)]
         settings = {
@@ -122,7 +127,7 @@ def _ours(
             "hang_timeout_s": HANG_TIMEOUT_S,
             "console": "off",
         }
-        training = Run("the benchmark's run", command, log_dir=Path(directory), settings=settings)
+        training = Run("the benchmark's run", command, log_dir=directory, settings=settings)
         with training:
             say(f"starting {options.workers} workers")
             _until_steady(training, options.workers, START_TIMEOUT_S)

@@ -20,6 +20,7 @@ Script, one command per line (`#` begins a comment):
     crash a                               the agent and its workers are gone, its lease with them
     lapse a                               its lease runs out, though it lives
     hold / release                        the store does not answer / answers all that waited
+    cut a / mend a                        the same for one agent alone
     forget                                the store goes on, all members gone (a later attempt)
     advance 1.5                           time passes; machines are woken when they asked for it
 """
@@ -100,6 +101,7 @@ class Cluster:
         self.queue: deque = deque()
         self.waiting: deque = deque()
         self.held = False
+        self.cut_off: set[str] = set()
         self.lines: list[str] = []
         self.pid = 100
         self.starts = 0
@@ -283,8 +285,19 @@ class Cluster:
 
     def release(self) -> None:
         self.held = False
-        while self.waiting:
-            self.queue.append(self.waiting.popleft())
+        self.let_through()
+
+    def cut(self, name: str) -> None:
+        self.cut_off.add(name)
+
+    def mend(self, name: str) -> None:
+        self.cut_off.discard(name)
+        self.let_through()
+
+    def let_through(self) -> None:
+        waiting, self.waiting = self.waiting, deque()
+        for name, action in waiting:
+            self.answer(name, action)
 
     def forget(self) -> None:
         for agent in self.agents.values():
@@ -342,10 +355,14 @@ class Cluster:
         """Show every agent the store as it is now."""
         snapshot = self.store.snapshot()
         for name in self.agents:
-            self.answer(lambda name=name: self.feed(name, c.SnapshotSeen(snapshot=snapshot)))
+            self.answer(name, lambda name=name: self.feed(name, c.SnapshotSeen(snapshot=snapshot)))
 
-    def answer(self, action) -> None:
-        (self.waiting if self.held else self.queue).append(action)
+    def answer(self, name: str, action) -> None:
+        """Have the store do something for an agent, at once or when it answers again."""
+        if self.held or name in self.cut_off:
+            self.waiting.append((name, action))
+        else:
+            self.queue.append(action)
 
     def reap(self, name: str, worker_id: str, code: int | None, number: int | None) -> None:
         self.agents[name].pids.pop(worker_id, None)
@@ -370,17 +387,17 @@ class Cluster:
             case c.StartForkServer():
                 self.later(name, c.ForkServerUp())
             case c.OpenSession(member=member):
-                self.answer(lambda: (store.put_member(member), self.opened(name)))
+                self.answer(name, lambda: (store.put_member(member), self.opened(name)))
             case c.EnterAttempt(clear=clear):
-                self.answer(lambda: self.entered(name, clear))
+                self.answer(name, lambda: self.entered(name, clear))
             case c.WriteMember(member=member):
-                self.answer(lambda: self.wrote(name, member, None))
+                self.answer(name, lambda: self.wrote(name, member, None))
             case c.WriteWorld():
-                self.answer(lambda: self.wrote(name, command.member, command))
+                self.answer(name, lambda: self.wrote(name, command.member, command))
             case c.WriteResult(result=result, world_revision=revision):
-                self.answer(lambda: self.wrote_result(name, result, revision))
+                self.answer(name, lambda: self.wrote_result(name, result, revision))
             case c.WriteStop():
-                self.answer(lambda: self.wrote_stop(name))
+                self.answer(name, lambda: self.wrote_stop(name))
             case c.StartWorker(worker_id=worker_id, slot=slot):
                 self.pid += 1
                 agent.pids[worker_id] = self.pid
@@ -398,7 +415,7 @@ class Cluster:
                 self.later(name, c.SavesSettled())
             case c.Leave():
                 agent.gone = True
-                self.answer(lambda: (store.drop_member(name), self.publish()))
+                self.answer(name, lambda: (store.drop_member(name), self.publish()))
             case _:
                 pass
 

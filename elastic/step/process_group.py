@@ -68,6 +68,7 @@ class Group:
         self._store: BootstrapStore | None = None
         self._cut = False
         self._built_or_cut = threading.Event()
+        self._waiting: threading.Event | None = None
 
     def build(self, store: BootstrapStore, *, timeout_s: float) -> None:
         """Connect to every other rank of the generation; about 10 ms for four ranks.
@@ -139,6 +140,8 @@ class Group:
                 self._store.interrupt()
             self._shut()
             self._built_or_cut.set()
+            if self._waiting is not None:
+                self._waiting.set()
 
     @property
     def is_cut(self) -> bool:
@@ -217,6 +220,24 @@ class Group:
         if done is False or self._cut:
             raise GroupBroken("the group is cut")
 
+    def _wait_or_cut(self, work: Any) -> None:
+        """Wait for a collective, or for the cut: gloo does not tell every waiter of a lost pair.
+
+        An abandoned collective keeps its own tensors alive and ends by the group's timeout.
+        """
+        done = threading.Event()
+        with self._lock:
+            if self._cut:
+                raise GroupBroken("the group is cut")
+            self._waiting = done
+        work.get_future().add_done_callback(lambda _future: done.set())
+        done.wait()
+        with self._lock:
+            self._waiting = None
+        if self._cut:
+            raise GroupBroken("the group is cut")
+        self.wait(work)
+
     # -- small collectives ------------------------------------------------------------------
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -246,5 +267,5 @@ class Group:
     def _allgather(self, mine: torch.Tensor) -> list[bytes]:
         outputs = [torch.empty_like(mine) for _ in range(self.size)]
         work = self._start(lambda: self._group.allgather([outputs], [mine]))
-        self.wait(work)
+        self._wait_or_cut(work)
         return [output.numpy().tobytes() for output in outputs]

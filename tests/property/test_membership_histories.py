@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.membership.machine import Phase
+from elastic.membership.messages import Mode
 from tests.membership_cluster import Cluster
 
 AGENTS = ("a", "b")
@@ -16,6 +17,9 @@ ACTIONS = ("die", "ready", "formed", "progress", "hold", "release", "advance", "
 class Watched(Cluster):
     """A cluster that checks each World on its way into the store."""
 
+    dropped: frozenset[str] = frozenset()
+    """Workers that some World has left out."""
+
     def wrote(self, name, member, write):
         before = self.store.world
         super().wrote(name, member, write)
@@ -24,9 +28,12 @@ class Watched(Cluster):
             last = 0 if before is None else before.generation
             assert world.generation == last + 1, "generations are a chain"
             assert name in self.store.members, "only a member proposes"
-            for worker in world.workers:
-                # A dead worker is in a World only until its own agent has told of its death.
-                assert worker.node in self.agents
+            now = {worker.worker_id for worker in world.workers}
+            assert not now & self.dropped, "who was left out never comes back"
+            if before is not None:
+                self.dropped |= {worker.worker_id for worker in before.workers} - now
+            if world.mode is Mode.BOUNDARY:
+                assert set(before.workers) <= set(world.workers), "nobody is dropped at a boundary"
 
 
 def living(cluster: Cluster) -> dict[str, str]:
@@ -84,4 +91,6 @@ def test_after_any_history_everybody_trains_again(history):
     for agent in cluster.agents.values():
         assert agent.state.phase is Phase.FORMED, agent.decision.reason
         assert agent.state.world == cluster.store.world
-    assert len(cluster.store.world.workers) == len(AGENTS) * len(SLOTS)
+    inside = {worker.worker_id for worker in cluster.store.world.workers}
+    assert len(inside) == len(AGENTS) * len(SLOTS)
+    assert inside == living(cluster).keys()

@@ -169,7 +169,7 @@ def test_a_worker_that_exits_badly_after_the_end_is_told():
     cluster.do("finish all")
     cluster.held = False
     queue, cluster.waiting = list(cluster.waiting), type(cluster.waiting)()
-    for action in queue:
+    for _, action in queue:
         action()  # the result is written; the worker is told to finish
     cluster.queue.clear()
     cluster.feed("a", c.WorkerReaped(worker_id=worker_id, exit_code=3, signal=None))
