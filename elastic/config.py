@@ -327,10 +327,10 @@ def default_of(field: str) -> Any:
     return ElasticConfig.__dataclass_fields__[field].default
 
 
-def shown(value: Any) -> str:
-    """Return a value as a person would write it."""
+def shown(field: str, value: Any) -> str:
+    """Return a field's value as a person would write it."""
     if value is None:
-        return "none"
+        return BY_NAME[field].unset
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (tuple, list)):

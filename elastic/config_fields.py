@@ -34,6 +34,8 @@ class Field:
     read: Reader
     metavar: str
     group: str
+    unset: str = "none"
+    """What a person reads and writes for None."""
 
     @property
     def env(self) -> str:
@@ -281,7 +283,7 @@ FIELDS: tuple[Field, ...] = (
     Field("remote", optional(address), "URL", "Job"),
     Field("resume", resume_from, "auto|fresh|STEP|URL", "Job"),
     Field("seed", integer(0, 2**63 - 1), "N", "Job"),
-    Field("nproc", optional(integer(1, 1024), "auto"), "N|auto", "World"),
+    Field("nproc", optional(integer(1, 1024), "auto"), "N|auto", "World", unset="auto"),
     Field("nodes", node_range, "MIN:MAX", "World"),
     Field("spares", integer(0, 1024), "N", "World"),
     Field("respawn", switch, "", "World"),
@@ -289,7 +291,7 @@ FIELDS: tuple[Field, ...] = (
     Field("node", optional(name), "NAME", "World"),
     Field("bind", host, "HOST", "World"),
     Field("advertise", optional(host), "HOST", "World"),
-    Field("virtual_ranks", optional(integer(1, 65536), "auto"), "N|auto", "Step"),
+    Field("virtual_ranks", optional(integer(1, 65536), "auto"), "N|auto", "Step", unset="auto"),
     Field("accumulate", integer(1, 65536), "N", "Step"),
     Field("segments", or_word("parameter", integer(1, 65536)), "N|parameter", "Step"),
     Field("replicas", integer(1, 8), "N", "Step"),

@@ -106,6 +106,14 @@ def is_run_dir(directory: Path) -> bool:
     return (directory / "events").is_dir() and (directory / "logs").is_dir()
 
 
+def name_in(root: Path) -> str | None:
+    """Return the job's name that a directory carries, or None if it is not a job's root."""
+    try:
+        return _read_name(root)
+    except Misconfigured:
+        return None
+
+
 def _age(path: Path) -> tuple[str, float]:
     # Two runs of the same second differ only in random digits: then the file system knows.
     return path.name.partition("-")[0], path.stat().st_mtime

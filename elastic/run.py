@@ -235,7 +235,7 @@ def _print_resolved(resolved: Resolved, script: ScriptSpec) -> None:
     sys.stdout.write(f"would run {script.shown} with\n")
     width = max(map(len, values))
     for name, origin in resolved.origins.items():
-        text = shown(getattr(resolved.config, name))
+        text = shown(name, getattr(resolved.config, name))
         sys.stdout.write(f"  {name:<{width}}  {text:<24}  {origin}\n")
 
 

@@ -1,14 +1,18 @@
-"""Find a job on this host and talk to its agent.
+"""Find a job on this host and talk to its agent; or ask its coordination store.
 
-A job is named by its run directory, its checkpoint directory, or its name below `.everstep` here.
-The agent's address and token stand in `agent.json` of the run directory, readable by its owner.
+A job is named by its run directory, its checkpoint directory, or its name (below `.everstep` here,
+or the name that a checkpoint directory here carries). The agent's address and token stand in
+`agent.json` of the run directory, readable by its owner. With etcd servers given, the job's records
+there are read instead: any host can do that, and they tell of members and the World, not of steps.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,11 @@ TIMEOUT_S = 5.0
 
 def find_run(name: str) -> Path:
     """Return the newest run directory of a job. Raises Misconfigured: there is none."""
-    for directory in (Path(name), Path(job_root.HOME) / name):
+    for directory in _places(name):
         if not directory.is_dir():
             continue
+        if directory.name == "events":
+            directory = directory.parent
         if job_root.is_run_dir(directory):
             return directory
         for runs in (directory / "runs", directory):
@@ -43,13 +49,14 @@ def is_running(run_dir: Path) -> bool:
         os.kill(pid, 0)
     except PermissionError:
         return True
-    except (Misconfigured, KeyError, ProcessLookupError):
+    except (Misconfigured, KeyError, ValueError, ProcessLookupError):
         return False
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return str(run_dir.resolve()).encode() in command
+    return str(run_dir.resolve()).encode() in command and state != "Z"
 
 
 def ask(run_dir: Path, path: str, *, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -74,8 +81,10 @@ def ask(run_dir: Path, path: str, *, body: dict[str, Any] | None = None) -> dict
         },
         method="GET" if body is None else "POST",
     )
+    # A proxy of the environment is for the internet; the agent is beside us, and gets its token.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
             found = json.loads(answer.read())
     except (OSError, ValueError) as error:
         raise Misconfigured(
@@ -93,6 +102,94 @@ def last_result(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def read_store(endpoints: Sequence[str], job: str) -> dict[str, Any]:
+    """Return what the coordination store knows of a job, in the form of /status.
+
+    Raises Misconfigured: no server answers, or there is no such job.
+    """
+    return asyncio.run(_read_store(endpoints, job))
+
+
+def stop_by_store(endpoints: Sequence[str], job: str) -> None:
+    """Ask a job to end after an agreed step, on all its hosts."""
+    asyncio.run(_stop_by_store(endpoints, job))
+
+
+async def _read_store(endpoints: Sequence[str], job: str) -> dict[str, Any]:
+    from elastic.membership.coord_etcd import EtcdCoord
+
+    coord = EtcdCoord(endpoints, job)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            snapshot = await anext(coord.snapshots())
+    except TimeoutError:
+        raise _silent(endpoints) from None
+    finally:
+        await coord.abandon()
+    if snapshot.world is None and not snapshot.members:
+        raise Misconfigured(
+            f"the store at {', '.join(endpoints)} knows no job {job!r}",
+            kind="no-job",
+            hint="check the name and the servers",
+        )
+    world = snapshot.world
+    states = {
+        worker.worker_id: "ready" if worker.ready else "starting"
+        for member in snapshot.members.values()
+        for worker in member.workers
+    }
+    rows = [
+        {
+            "rank": rank,
+            "worker_id": ref.worker_id,
+            "node": ref.node,
+            "state": states.get(ref.worker_id, "dead"),
+        }
+        for rank, ref in enumerate(() if world is None else world.workers)
+    ]
+    return {
+        "job": job,
+        "phase": "ended" if snapshot.result else "running",
+        "generation": 0 if world is None else world.generation,
+        "reason": "" if world is None else world.reason,
+        "members": sorted(snapshot.members),
+        "world": rows,
+        "result": snapshot.result,
+        "stop": snapshot.stop,
+    }
+
+
+async def _stop_by_store(endpoints: Sequence[str], job: str) -> None:
+    from elastic.membership.coord_etcd import EtcdCoord
+
+    coord = EtcdCoord(endpoints, job)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await coord.request_stop()
+    except TimeoutError:
+        raise _silent(endpoints) from None
+    finally:
+        await coord.abandon()
+
+
+def _silent(endpoints: Sequence[str]) -> Misconfigured:
+    return Misconfigured(
+        f"no server at {', '.join(endpoints)} answered within {TIMEOUT_S:g} s",
+        kind="unreachable",
+        hint="check the addresses, and that etcd is running there",
+    )
+
+
+def _places(name: str) -> list[Path]:
+    """Return the directories that a person may mean by a name, the most literal one first."""
+    named = [
+        path.parent
+        for path in sorted(Path().glob(f"*/{job_root.JOB_FILE}"))
+        if job_root.name_in(path.parent) == name
+    ]
+    return [Path(name), Path(job_root.HOME) / name, *named]
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:
