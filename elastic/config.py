@@ -261,7 +261,15 @@ def process_environ() -> dict[str, str]:
 
 
 def check_relations(config: ElasticConfig) -> None:
-    """Raise Misconfigured if two fields contradict each other."""
+    """Raise Misconfigured if two fields contradict each other, or one asks for too much."""
+    for field in FIELDS:
+        value = getattr(config, field.name)
+        if field.is_not_yet(value):
+            raise Misconfigured(
+                f"{field.name}={value} is not available in this version",
+                kind="not-yet",
+                hint=f"leave it at {shown(field.name, default_of(field.name))}",
+            )
     workers = (config.nproc or 1) * config.max_nodes
     if config.virtual_ranks is not None and config.virtual_ranks < workers:
         raise Misconfigured(

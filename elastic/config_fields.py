@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ENV_PREFIX = "EVERSTEP_"
+ANY = "any"
 
 
 class NotAllowed(ValueError):
@@ -37,6 +38,10 @@ class Field:
     unset: str = "none"
     """What a person reads and writes for None."""
 
+    not_yet: tuple[str, ...] = ()
+    """Values that are part of the interface and not built yet: refused, never ignored. `ANY` means
+    every value but None."""
+
     @property
     def env(self) -> str:
         """The environment name, EVERSTEP_NPROC for nproc."""
@@ -46,6 +51,10 @@ class Field:
     def flag(self) -> str:
         """The option of `elastic run`, --lease-ttl-s for lease_ttl_s."""
         return "--" + self.name.replace("_", "-")
+
+    def is_not_yet(self, value: Any) -> bool:
+        """Whether this value has to be refused for now."""
+        return value in self.not_yet or (ANY in self.not_yet and value is not None)
 
     @property
     def is_switch(self) -> bool:
@@ -296,12 +305,20 @@ FIELDS: tuple[Field, ...] = (
     Field("segments", or_word("parameter", integer(1, 65536)), "N|parameter", "Step"),
     Field("replicas", integer(1, 8), "N", "Step"),
     Field("threads", integer(1, 1024), "N", "Step"),
-    Field("reduction", choice("exact", "fast"), "exact|fast", "Step"),
+    Field("reduction", choice("exact", "fast"), "exact|fast", "Step", not_yet=("fast",)),
     Field("backend", choice("gloo", "nccl"), "gloo|nccl", "Step"),
-    Field("save_every", optional(save_interval), "STEPS|TIME|auto", "Checkpoints"),
-    Field("keep", optional(integer(1)), "N", "Checkpoints"),
-    Field("stage", choice("primary", "holders"), "primary|holders", "Checkpoints"),
-    Field("when_busy", choice("skip", "wait"), "skip|wait", "Checkpoints"),
+    Field(
+        "save_every", optional(save_interval), "STEPS|TIME|auto", "Checkpoints", not_yet=("auto",)
+    ),
+    Field("keep", optional(integer(1)), "N", "Checkpoints", not_yet=(ANY,)),
+    Field(
+        "stage",
+        choice("primary", "holders"),
+        "primary|holders",
+        "Checkpoints",
+        not_yet=("holders",),
+    ),
+    Field("when_busy", choice("skip", "wait"), "skip|wait", "Checkpoints", not_yet=("wait",)),
     Field("on_save_error", choice("warn", "fail"), "warn|fail", "Checkpoints"),
     Field("lease_ttl_s", seconds(2.0), "SECONDS", "Failures"),
     Field("hang_timeout_s", or_word("auto", seconds(0.1)), "SECONDS|auto", "Failures"),

@@ -50,6 +50,8 @@ def _entry(field: Field) -> str:
     default = shown(field.name, default_of(field.name))
     values = "yes, no" if field.is_switch else field.metavar.replace("|", ", ")
     flag = f"{field.flag}`, `--no-{field.flag[2:]}" if field.is_switch else field.flag
+    if field.not_yet:
+        values += f" (not in this version: {', '.join(field.not_yet)})"
     return (
         f"### `{field.name}`\n\n"
         f"{field_docs()[field.name]}\n\n"
