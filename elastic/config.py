@@ -379,6 +379,8 @@ def _read(field: Field, value: Any, shown_as: str) -> Any:
 
 
 def _unknown(name: str, known: list[str], what: str) -> Misconfigured:
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    bare = {each.removeprefix(ENV_PREFIX).lower(): each for each in known}
+    wanted = name.removeprefix(ENV_PREFIX).lower()
+    near = [bare[each] for each in difflib.get_close_matches(wanted, bare, n=2, cutoff=0.7)]
     hint = f"did you mean {' or '.join(near)}?" if near else "see docs/configuration.md for all"
     return Misconfigured(f"unknown {what} {name}", kind="unknown-name", hint=hint, name=name)
