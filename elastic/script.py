@@ -100,7 +100,7 @@ def describe(
     return ScriptSpec(kind="function", path=home, module=fn.__module__, **common, **plain)
 
 
-def check_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_function(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise Misconfigured unless `fn` is a function of a module that takes these arguments."""
     if isinstance(fn, functools.partial):
         raise Misconfigured(
@@ -108,14 +108,13 @@ def check_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             kind="not-a-function",
             hint="pass the function itself, and what it needs as args= and kwargs=",
         )
-    given: object = fn  # a person may have passed anything
-    qualname = getattr(given, "__qualname__", "")
-    if not callable(given) or inspect.ismethod(fn) or inspect.isclass(fn) or not qualname:
+    if not callable(fn) or not inspect.isfunction(inspect.unwrap(fn)):
         raise Misconfigured(
             f"{fn!r:.80} is not a plain function",
             kind="not-a-function",
             hint=f"{REMEDY}, as a function def train(ctx)",
         )
+    qualname = fn.__qualname__
     if "<lambda>" in qualname or "<locals>" in qualname:
         what = "a lambda" if "<lambda>" in qualname else "made inside another function"
         raise Misconfigured(
