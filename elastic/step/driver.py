@@ -269,7 +269,9 @@ class Driver:
         computed_at_s = time.monotonic()
         self.phase(WorkerPhase.EXCHANGE)
         self.check_alive()
-        self.exchange.reduce(self.fold.nodes(), plan.present, plan.total_weight, self._constant)
+        assert self.group is not None
+        exchange, nodes, constant = self.exchange, self.fold.nodes(), self._constant
+        self.group.run(lambda: exchange.reduce(nodes, plan.present, plan.total_weight, constant))
         self.finish_healing()
         self.gradients = {s for s, who in enumerate(self.placement) if self.worker_id in who}
         self.gradient_step = plan.step
@@ -306,7 +308,9 @@ class Driver:
             for segment in range(first, last):
                 self.row_steps[segment] = self.step
 
-        self.exchange.gather(arrived)
+        assert self.group is not None
+        exchange = self.exchange
+        self.group.run(lambda: exchange.gather(arrived))
         assert all(s == self.step for s in self.row_steps), "rows of two steps are mixed"
 
     def after_step(self) -> None:
@@ -326,7 +330,8 @@ class Driver:
         assert self.group is not None
         if self.healing is None:
             return
-        self.healing.finish(self.group, self.optimizers, self.device)
+        healing, group = self.healing, self.group
+        group.run(lambda: healing.finish(group, self.optimizers, self.device))
         # A copy counts as soon as it is whole. Nobody may drop or change what it was made from
         # before the agreement that every holder enters with its copies complete.
         mine = {s for s, who in enumerate(self.placement) if self.worker_id in who}

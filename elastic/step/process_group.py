@@ -7,6 +7,11 @@ operation of this process raise within milliseconds. Never the listening descrip
 accept loop would end the process. A cut group is dropped in a background thread, because its
 destructor joins gloo's threads.
 
+The cut alone is not enough: now and then a waiter of gloo is not told that its pair is gone, and
+would sit until the operation's timeout. So whatever may block runs in the group's own thread
+(`run`), and the main thread leaves as soon as the group is cut and that thread is either done or
+inside such a wait. When the wait ends after all, it raises before anything is changed.
+
 What this does not do: it decides nothing about who is alive; a broken group is answered with
 `GroupBroken`, and the driver waits for the World that explains it.
 
@@ -16,10 +21,11 @@ Source: torch.distributed.ProcessGroupGloo; measurements in docs/design.md.
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +33,11 @@ import torch.distributed as dist
 from elastic.errors import ElasticError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic.step.bootstrap_client import BootstrapStore
+
+T = TypeVar("T")
 
 _SMALL_BYTES = 16384
 _LENGTH_BYTES = 4
@@ -50,11 +60,34 @@ def _sockets() -> dict[int, str]:
     return found
 
 
+class _Task(Generic[T]):
+    """One piece of work for the group's thread."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._value: list[T] = []
+        self._error: BaseException | None = None
+        self.done = False
+
+    def execute(self) -> None:
+        assert self._work is not None
+        try:
+            self._value.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+            self._error = error
+        self._work = None
+
+    def outcome(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value[0]
+
+
 class Group:
     """The ranks of one World, able to send, receive and gather bytes.
 
-    All methods but `cut` belong to the worker's main thread. Every method that communicates
-    raises GroupBroken when the group fails or was cut.
+    All methods but `cut` belong to the worker's main thread, or to work that it gave to `run`.
+    Every method that communicates raises GroupBroken when the group fails or was cut.
     """
 
     def __init__(self, *, generation: int, rank: int, size: int) -> None:
@@ -68,7 +101,11 @@ class Group:
         self._store: BootstrapStore | None = None
         self._cut = False
         self._built_or_cut = threading.Event()
-        self._waiting: threading.Event | None = None
+        self._changed = threading.Condition(self._lock)
+        self._in_wait = False
+        self._thread: threading.Thread | None = None
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
 
     def build(self, store: BootstrapStore, *, timeout_s: float) -> None:
         """Connect to every other rank of the generation; about 10 ms for four ranks.
@@ -102,7 +139,10 @@ class Group:
                 self._group = built[0]
         if self._group is None:
             raise GroupBroken("the group was cut while it was built")
-        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+        # gloo's context keeps the short timeout of the connect for point-to-point operations, so
+        # every wait names the long one.
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group._set_default_timeout(self._timeout)
 
     def _construct(self, store: BootstrapStore, built: list[Any]) -> None:
         try:
@@ -140,8 +180,7 @@ class Group:
                 self._store.interrupt()
             self._shut()
             self._built_or_cut.set()
-            if self._waiting is not None:
-                self._waiting.set()
+            self._changed.notify_all()
 
     @property
     def is_cut(self) -> bool:
@@ -180,6 +219,7 @@ class Group:
     def drop(self) -> None:
         """Cut the group and release it without waiting for gloo's threads."""
         self.cut()
+        self._tasks.put(None)
         group, self._group = self._group, None
         store, self._store = self._store, None
 
@@ -212,31 +252,57 @@ class Group:
             raise GroupBroken(str(error)) from error
 
     def wait(self, work: Any) -> None:
-        """Wait for one started operation."""
-        try:
-            done = work.wait()
-        except RuntimeError as error:
-            raise GroupBroken(str(error)) from error
-        if done is False or self._cut:
-            raise GroupBroken("the group is cut")
-
-    def _wait_or_cut(self, work: Any) -> None:
-        """Wait for a collective, or for the cut: gloo does not tell every waiter of a lost pair.
-
-        An abandoned collective keeps its own tensors alive and ends by the group's timeout.
-        """
-        done = threading.Event()
-        with self._lock:
+        """Wait for one started operation; only inside `run`."""
+        with self._changed:
             if self._cut:
                 raise GroupBroken("the group is cut")
-            self._waiting = done
-        work.get_future().add_done_callback(lambda _future: done.set())
-        done.wait()
-        with self._lock:
-            self._waiting = None
-        if self._cut:
-            raise GroupBroken("the group is cut")
-        self.wait(work)
+            self._in_wait = True
+        problem: RuntimeError | None = None
+        try:
+            done = work.wait(self._timeout)
+        except RuntimeError as error:
+            problem, done = error, False
+        with self._changed:
+            self._in_wait = False
+            if self._cut:
+                raise GroupBroken("the group is cut") from problem
+        if not done:
+            raise GroupBroken(str(problem)) from problem
+
+    # -- what may block -------------------------------------------------------------------------
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do something that communicates; returns its result, or raises GroupBroken at the cut.
+
+        `work` runs in the group's thread. It may change state only between waits: when it is
+        abandoned in one, it will not get beyond it.
+        """
+        if self.size == 1 or threading.current_thread() is self._thread:
+            return work()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name=f"everstep-group-{self.generation}", daemon=True
+            )
+            self._thread.start()
+        task: _Task[T] = _Task(work)
+        self._tasks.put(task)
+        with self._changed:
+            while not task.done and not (self._cut and self._in_wait):
+                self._changed.wait()
+            if not task.done:
+                raise GroupBroken("the group is cut")
+        return task.outcome()
+
+    def _serve(self) -> None:
+        while True:
+            task = self._tasks.get()
+            if task is None:
+                return
+            task.execute()
+            with self._changed:
+                task.done = True
+                self._changed.notify_all()
+            del task
 
     # -- small collectives ------------------------------------------------------------------
 
@@ -248,6 +314,9 @@ class Group:
         """
         if self.size == 1:
             return [data]
+        return self.run(lambda: self._gather_bytes(data))
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         room = _SMALL_BYTES - _LENGTH_BYTES
         first = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
@@ -267,5 +336,5 @@ class Group:
     def _allgather(self, mine: torch.Tensor) -> list[bytes]:
         outputs = [torch.empty_like(mine) for _ in range(self.size)]
         work = self._start(lambda: self._group.allgather([outputs], [mine]))
-        self._wait_or_cut(work)
+        self.wait(work)
         return [output.numpy().tobytes() for output in outputs]

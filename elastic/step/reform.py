@@ -199,12 +199,15 @@ class Reformer:
         elif plan.base == "initial":
             driver.held = dict.fromkeys(self._mine(plan), 0)
         rank_of = driver.rank_of()
-        moved = transfer_rows(plan.rows, rank_of, group, driver.layout)
+        layout, optimizers = driver.layout, driver.optimizers
+        moved = group.run(lambda: transfer_rows(plan.rows, rank_of, group, layout))
         step = driver.step if plan.base == "checkpoint" else plan.step
         driver.row_steps = [step] * driver.layout.num_segments
         driver.layout.install_constants()
-        driver.healing = start_state_transfers(
-            plan.state, rank_of, group, driver.optimizers, driver.layout.num_trainable
+        driver.healing = group.run(
+            lambda: start_state_transfers(
+                plan.state, rank_of, group, optimizers, layout.num_trainable
+            )
         )
         driver.fresh = False
         self.times.healed_s = time.monotonic()
