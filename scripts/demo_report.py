@@ -161,7 +161,14 @@ def _recovery(events: Sequence[Record], fault: Fault) -> dict[str, Any] | None:
     found = measure(events, fault)
     if found is None:
         return None
-    after = [s.step for s in committed(events).values() if s.at_s > fault.at_s]
+    # A step is published when the next one is agreed, so the one that was being computed is not
+    # the next to be published. Where nothing had to be computed again, it is what follows.
+    again = [
+        int(r["step"])
+        for r in events
+        if r["event"] == "step.redone" and r["generation"] == found.generation
+    ]
+    after = again or [s.step + 1 for s in committed(events).values() if s.at_s > fault.at_s]
     slots = {r["worker_id"]: int(r["slot"]) for r in events if r["event"] == "worker.started"}
     return {
         "cause": f"{fault.signal} of worker {slots.get(fault.worker_id, '?')}",

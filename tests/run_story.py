@@ -88,6 +88,7 @@ def killed_run(*, steps: int = 20, kill_after: int = 10, loss: float = 2.0) -> t
         late = end_ms - 140
         parts = {"rebuild_ms": 8.0, "recover_ms": 5.0, "heal_ms": 2.0, "redo_ms": 110.0 + late}
         run.through(worker, parts_ms=parts, heal_bytes=100, left=1)
+        run.tell("step.redone", worker=worker, step=kill_after + 1)
     run.at_s = fault.at_s + 0.150
     run.train(2, loss=loss)
     run.start("n.1-b", 1)

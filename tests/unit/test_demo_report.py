@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from scripts.demo_report import Plan, Seen, tell
 from scripts.run_facts import Fault
 from tests.run_story import killed_run, resumed_run
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 PLAN = Plan(
     size="tiny",
     batch_size=8,
@@ -178,3 +182,51 @@ def test_worlds_follow_each_other_and_leave_a_gap_between_the_parts():
     assert first.until_s == second.from_s
     assert second.until_s == third.from_s
     assert third.until_s < last.from_s < last.until_s
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """A demo that really ran (`scripts/demo.py --tiny`), as its event files told it."""
+    lines = gzip.decompress((GOLDEN / "demo" / "events.jsonl.gz").read_bytes()).splitlines()
+    parts: dict[str, list] = {}
+    for record in map(json.loads, lines):
+        parts.setdefault(record.pop("part"), []).append(record)
+    (fault,) = parts["fault"]
+    return Seen(
+        first=parts["with-a-kill"],
+        second=parts["restored"],
+        undisturbed=parts["undisturbed"],
+        faults=[Fault(**fault)],
+        comparisons=[("end", EQUAL)],
+        bytes_from_s3=1_500_000,
+    )
+
+
+RECORDED_PLAN = dataclasses.replace(PLAN, first_steps=40, more_steps=10)
+
+
+def test_a_recorded_run_is_read_as_it_was(recorded):
+    report = tell(RECORDED_PLAN, recorded, SURROUNDINGS).report
+    assert report["broken_promises"] == []
+    assert (report["committed_steps"], report["steps_lost"]) == (50, 0)
+    (recovery,) = report["recoveries"]
+    assert (recovery["world_before"], recovery["world_after"]) == (4, 3)
+    assert recovery["total_ms"] == pytest.approx(sum(recovery["split_ms"].values()), abs=0.3)
+    assert all(ms >= 0 for ms in recovery["split_ms"].values())
+    assert 0 < recovery["detect_ms"] < recovery["total_ms"]
+    assert recovery["full_strength_s"] > recovery["total_ms"] / 1e3
+
+
+def test_a_recorded_run_with_a_forged_step_is_found_out(recorded):
+    forged = [dict(record) for record in recorded.first]
+    told = next(r for r in forged if r["event"] == "step.committed" and r["step"] == 20)
+    told["log"] = told["log"] | {"loss": told["log"]["loss"] + 1e-6}
+    seen = dataclasses.replace(recorded, first=forged)
+    assert tell(RECORDED_PLAN, seen, SURROUNDINGS).report["steps_lost"] == 1
+
+
+def test_a_recorded_run_without_the_second_world_has_no_recovery(recorded):
+    cut = [r for r in recorded.first if r["event"] != "reshape.finished" or r["generation"] != 2]
+    cut = [r for r in cut if r["event"] != "generation.formed" or r["generation"] != 3]
+    report = tell(RECORDED_PLAN, dataclasses.replace(recorded, first=cut), SURROUNDINGS).report
+    assert report["recoveries"] == []
