@@ -176,7 +176,7 @@ class LiveConsole:
 def status_line(view: RunView) -> str:
     """Return the state of a run on one line."""
     of = f"/{view.total_steps}" if view.total_steps else ""
-    parts = [f"step {view.step}{of}", _values(view), _rate(view)]
+    parts = [f"step {view.step}{of}", _epoch(view), _values(view), _rate(view)]
     parts.append(f"world {view.world_size}")
     if view.generation is not None:
         parts.append(f"generation {view.generation}")
@@ -195,11 +195,12 @@ def draw(view: RunView, now_s: float) -> RenderableType:
     )
     if view.generation is not None:
         title.append(f"  generation {view.generation}")
-    rows = Table.grid(padding=(0, 1))
-    rows.add_column(style="dim", no_wrap=True)
-    rows.add_column(overflow="ellipsis", no_wrap=True)
+    rows = Table.grid(padding=(0, 1), expand=True)
+    rows.add_column(style="dim", no_wrap=True, min_width=5)
+    rows.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
     rows.add_row("step", _progress(view))
-    rows.add_row("train", "  ".join(part for part in (_values(view), _rate(view)) if part) or "-")
+    train = (_epoch(view), _values(view), _rate(view))
+    rows.add_row("train", "  ".join(part for part in train if part) or "-")
     rows.add_row("world", _world(view))
     rows.add_row("saves", _saves(view, now_s))
     for index, (clock, text) in enumerate(reversed(view.news)):
@@ -220,6 +221,10 @@ def _progress(view: RunView) -> RenderableType:
         "" if view.remaining_s is None else f"{_span(view.remaining_s)} left",
     )
     return grid
+
+
+def _epoch(view: RunView) -> str:
+    return "" if view.epoch is None else f"epoch {view.epoch}"
 
 
 def _values(view: RunView) -> str:

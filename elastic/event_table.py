@@ -45,6 +45,7 @@ EVENTS: dict[str, EventSpec] = {
     "agent.started": _spec("", "the agent of a node is up", "pid address job resume"),
     "agent.stopped": _spec("exit_code", "the agent is about to leave", "cause"),
     "signal.received": _spec("signal", "a signal reached the caller or the agent", "action"),
+    "run.planned": _spec("total_steps", "how many steps the job will have when its loop is done"),
     "run.stopping": _spec("reason", "the run ends after an agreed step"),
     "run.finished": _spec(
         "exit_code value", "the result of the job is written", "cause worker_traceback"
@@ -83,7 +84,7 @@ EVENTS: dict[str, EventSpec] = {
     "step.committed": _spec(
         "step epoch log duration_s samples lr",
         "the step counts on every worker",
-        "total_steps index grad_norm split",
+        "index grad_norm split",
     ),
     "step.redone": _spec("step", "the step is computed again after a reshape"),
     "step.skipped": _spec("step reason", "the step changed no parameter"),

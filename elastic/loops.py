@@ -42,6 +42,7 @@ class Engine:
         self.checkpoints = checkpoints
         self.sync: Callable[[], None] = lambda: None
         self.epochs_total: int | None = None
+        self._told_total: int | None = None
         self.active: str | None = None
         self.on_reshape: list[Callable[[], None]] = []
         self._open_step: int | None = None
@@ -180,9 +181,18 @@ class Engine:
                 source.prefetch(plan.epoch, plan.index, lambda _index: self._my_leaves())
 
         self.program_step = driver.step
+        if self.epochs_total is not None:
+            left = (self.epochs_total - driver.position.epoch) * source.steps_per_epoch
+            self._tell_total(driver.step + left - driver.position.index)
         yield from self.steps(next_plan, fetch, begin_once)
         if not driver.position.closed:
             self.close_agreement()
+
+    def _tell_total(self, total: int) -> None:
+        """Let those who show progress know where the loop ends; early ends are not foreseen."""
+        if total != self._told_total:
+            self._told_total = total
+            self.driver.events.emit("run.planned", total_steps=total)
 
     def _my_leaves(self) -> range:
         return self.driver.shares[self.driver.rank]
@@ -209,6 +219,7 @@ class Engine:
             )
 
         self.program_step = min(driver.step, total)
+        self._tell_total(total)
         yield from self.steps(next_plan, lambda plan, _leaf: plan.step - 1)
         ended = driver.step == total or driver.stopping  # a joiner may be past this loop
         if ended and driver.step > 0 and not driver.position.closed:

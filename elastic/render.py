@@ -8,10 +8,12 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
+_WORKER_ID = re.compile(r"[\w.-]+\.(\d+)-[0-9a-f]{6}\b")
 
 NOTEWORTHY: frozenset[str] = frozenset(
     {
@@ -26,7 +28,6 @@ NOTEWORTHY: frozenset[str] = frozenset(
         "member.expired",
         "member.joined",
         "reshape.finished",
-        "reshape.started",
         "restore.finished",
         "run.stopping",
         "signal.received",
@@ -90,6 +91,11 @@ def worker_name(worker_id: str) -> str:
     return f"worker {slot}" if slot.isdigit() else f"worker {worker_id}"
 
 
+def short(text: str) -> str:
+    """Return a sentence with each worker id in it replaced by the worker's short name."""
+    return _WORKER_ID.sub(r"worker \1", text)
+
+
 def worker_ids(workers: Sequence[Any]) -> list[str]:
     """Return the worker ids of a World as an event carries it: ids, or records that hold them."""
     return [str(w["worker_id"]) if isinstance(w, Mapping) else str(w) for w in workers]
@@ -147,6 +153,15 @@ def _exited(record: Record) -> str:
     return f"{who} ended with exit code {record['exit_code']}{why}"
 
 
+def reshape_ms(record: Record) -> float:
+    """Return how long a reshape took in all: from the cut to the first agreement after it."""
+    total_ms = record.get("total_ms")
+    if total_ms is not None:
+        return float(total_ms)
+    parts = (record[f"{part}_ms"] for part in ("unblock", "rebuild", "recover", "heal", "redo"))
+    return float(sum(part for part in parts if part))
+
+
 def _reshaped(record: Record) -> str:
     parts = {
         "unblock": record["unblock_ms"],
@@ -155,9 +170,7 @@ def _reshaped(record: Record) -> str:
         "heal": record["heal_ms"],
         "redo": record["redo_ms"],
     }
-    total_ms = record.get("total_ms")
-    if total_ms is None:
-        total_ms = sum(value for value in parts.values() if value)
+    total_ms = reshape_ms(record)
     split = ", ".join(f"{name} {value:.0f}" for name, value in parts.items() if value is not None)
     moved = f", {size(record['heal_bytes'])} moved" if record["heal_bytes"] else ""
     change = _change(record)
@@ -206,6 +219,7 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     "signal.received": lambda r: (
         f"{signal_name(r['signal'])} received" + (f": {r['action']}" if r.get("action") else "")
     ),
+    "run.planned": lambda r: f"the loop is done at step {r['total_steps']}",
     "run.stopping": lambda r: f"stopping: {r['reason']}",
     "run.finished": _finished,
     "coord.connected": lambda r: (
@@ -229,7 +243,7 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     "worker.finished": lambda r: f"{_who(r)} finished",
     "generation.formed": lambda r: (
         f"generation {r['generation']}: {_count(r['workers'])} "
-        f"worker{'s' if _count(r['workers']) != 1 else ''} ({r['reason']})"
+        f"worker{'s' if _count(r['workers']) != 1 else ''} ({short(str(r['reason']))})"
     ),
     "generation.fenced": lambda r: f"fenced out of generation {r.get('generation')}",
     "reshape.started": lambda r: f"reshape: {r['cause']} (while in {r['phase']})",

@@ -50,6 +50,7 @@ class RunView:
     job: str = ""
     phase: str = "starting"
     generation: int | None = None
+    reason: str = ""
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     step: int = 0
     total_steps: int | None = None
@@ -101,9 +102,17 @@ class RunView:
             change(self, record)
         if name not in render.NOTEWORTHY or self._is_quiet(name, record):
             return []
-        text = render.line(record)
-        self.news.append((str(record.get("t_wall") or "")[11:19], text))
+        text = self._reshape_line(record) if name == "reshape.finished" else render.line(record)
+        if name not in _IN_VIEW:
+            self.news.append((str(record.get("t_wall") or "")[11:19], text))
         return [text]
+
+    def _reshape_line(self, record: Record) -> str:
+        """Return what a reshape comes to, in one line: why, how many go on, how long it took."""
+        size, total_ms = self.world_size, render.reshape_ms(record)
+        who = "1 worker goes" if size == 1 else f"{size} workers go"
+        why = render.short(self.reason)
+        return f"generation {self.generation}: {who} on after {total_ms:.0f} ms ({why})"
 
     def _is_repeat(self, name: str, record: Record) -> bool:
         key_fields = _ONCE_PER.get(name)
@@ -117,8 +126,10 @@ class RunView:
 
     def _is_quiet(self, name: str, record: Record) -> bool:
         """Whether a noteworthy event is an ordinary one here: a first World, a clean end."""
-        if name in ("reshape.started", "reshape.finished"):
-            return self.reshapes == 0 and self.failures == 0
+        if name == "generation.formed":
+            return self.reshapes > 0  # told when it goes on, with the time that it took
+        if name == "reshape.finished":
+            return self.reshapes == 0
         if name == "worker.exited":
             return record.get("exit_code") == 0 and not record.get("signal")
         if name == "member.joined":
@@ -161,6 +172,7 @@ class RunView:
             return
         self.reshapes += self.generation is not None
         self.generation = generation
+        self.reason = str(record.get("reason") or "")
         ids = render.worker_ids(record["workers"])
         for row in self.workers.values():
             row.rank = None
@@ -187,7 +199,6 @@ class RunView:
         self.epoch = record.get("epoch")
         self.log = dict(record.get("log") or {})
         self.lr = record.get("lr")
-        self.total_steps = record.get("total_steps") or self.total_steps
         at_s = float(record.get("t_mono_s") or 0.0)
         self._recent.append((at_s, int(record.get("samples") or 0)))
         if self.phase != "stopping":
@@ -220,6 +231,9 @@ class RunView:
         self.save_error = render.line(record)
         self.saving = None
 
+    def _planned(self, record: Record) -> None:
+        self.total_steps = int(record["total_steps"])
+
     def _stopping(self, record: Record) -> None:
         self.phase = "stopping"
 
@@ -231,6 +245,8 @@ def _place(worker_id: str) -> str:
     """Return what stays when a worker is replaced: node and slot."""
     return worker_id.rpartition("-")[0] or worker_id
 
+
+_IN_VIEW = frozenset({"checkpoint.committed"})  # has a row of its own in the live view
 
 # Which of several workers' records of one happening counts: the first for these fields.
 _ONCE_PER: dict[str, tuple[str, ...]] = {
@@ -265,6 +281,7 @@ _CHANGES = {
     "checkpoint.staged": RunView._staged,
     "checkpoint.committed": RunView._saved,
     "checkpoint.failed": RunView._save_failed,
+    "run.planned": RunView._planned,
     "run.stopping": RunView._stopping,
     "run.finished": RunView._ended,
 }

@@ -228,7 +228,8 @@ def _marks(plan: Plan, seen: Seen, report: Mapping[str, Any]) -> list[Mark]:
         if r["event"] == "checkpoint.committed" and int(r["step"]) < plan.first_steps
     }
     marks = [Mark(step=step, kind="saved", label="saved") for step in saved]
-    marks += [Mark(step=r["step"], kind="fault", label=r["cause"]) for r in report["recoveries"]]
+    found = [r for r in report["recoveries"] if r["step"] is not None]
+    marks += [Mark(step=r["step"], kind="fault", label=r["cause"]) for r in found]
     grown = {
         new.generation for old, new in itertools.pairwise(worlds(seen.first)) if new.size > old.size
     }

@@ -269,9 +269,17 @@ class State:
             or any(member.finished for member in self.members().values())
         )
 
-    def own_member(self) -> Member:
-        """Return the record that this agent should have in the store."""
+    def own_member(self, proposed: World | None = None) -> Member:
+        """Return the record that this agent should have in the store.
+
+        A worker is ready until it has been in a World. Then it lives in the Worlds that follow, or
+        has been left out by one: in either case nobody may take it in as a new one.
+
+        Args:
+            proposed: the World that the record is written together with.
+        """
         mine = self.in_world()
+        taken = set() if proposed is None else {w.worker_id for w in proposed.workers}
         open_slots = sum(1 for slot in self.slots if slot.start_at_s is not None)
         return Member(
             node=self.node,
@@ -279,7 +287,11 @@ class State:
             address=self.address,
             slots=min(self.rules.slots, open_slots),
             workers=tuple(
-                WorkerStatus(worker_id=each.worker_id, slot=each.slot, ready=True)
+                WorkerStatus(
+                    worker_id=each.worker_id,
+                    slot=each.slot,
+                    ready=not each.told and each.worker_id not in taken,
+                )
                 for each in sorted(self.living(), key=lambda each: each.slot)
             ),
             leaving=self.leaving,

@@ -48,6 +48,7 @@ def coordinate(turn: Turn) -> Choice:
             cause = f"the World has changed {state.reshapes} times, and max_reshapes allows no more"
             ending.end(turn, c.Outcome(exit_code=ExitCode.USER_CODE, cause=cause))
         elif state.world_revision is not None:
+            own = state.own_member(choice.world)
             write = Write(
                 kind=WriteKind.WORLD,
                 after_revision=state.world_revision,

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from elastic.membership.messages import World
     from elastic.step.control import Control
     from elastic.step.exchange import Exchange
-    from elastic.step.heal import Healing
     from elastic.step.prepared import Prepared
-    from elastic.step.process_group import Group
+    from elastic.step.process_group import Group, Task
 
 BREAK_HINT = "end the loop on all workers with ctx.stop(), not with break"
 
@@ -117,7 +116,8 @@ class Driver:
         self.held: dict[int, int] = {}
         self.gradients: set[int] = set()
         self.gradient_step = 0
-        self.healing: Healing | None = None
+        self.healing: Task[int] | None = None
+        self.heal_bytes = 0
         self.formed = False
         self.after_step_done = 0
         self.position = Position()
@@ -330,8 +330,7 @@ class Driver:
         assert self.group is not None
         if self.healing is None:
             return
-        healing, group = self.healing, self.group
-        group.run(lambda: healing.finish(group, self.optimizers, self.device))
+        self.heal_bytes = self.group.finish(self.healing)
         # A copy counts as soon as it is whole. Nobody may drop or change what it was made from
         # before the agreement that every holder enters with its copies complete.
         mine = {s for s, who in enumerate(self.placement) if self.worker_id in who}

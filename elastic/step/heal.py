@@ -1,16 +1,14 @@
 """Carries out the transfers of a recovery plan.
 
 Rows are needed before the next forward, so they are waited for. Optimizer state for new holders
-is only needed at the next agreement (whose completion makes them holders), so its transfer is
-started here and finished there, and the next step's compute hides it. What is sent is a copy
-made at the plan's step; the source may go on.
+is only needed at the next agreement, so it moves in the group's thread while the next step is
+computed. Nobody changes optimizer state before that agreement, so what is sent is the plan's step.
 
 One blob per (source, target): header length, msgpack header, then the tensors, each aligned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -100,60 +98,43 @@ def unpack_state(
     return tuple(segments)
 
 
-@dataclass(slots=True)
-class Healing:
-    """State transfers under way; finished before the next agreement."""
-
-    incoming: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    outgoing: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    bytes_moved: int = 0
-
-    def finish(
-        self, group: Group, optimizers: Sequence[SegmentOptimizer], device: torch.device
-    ) -> tuple[int, ...]:
-        """Wait for every transfer and install what arrived; returns the received segments."""
-        received: list[int] = []
-        for work, blob in self.incoming:
-            group.wait(work)
-            received.extend(unpack_state(blob, optimizers, device))
-        for work, _ in self.outgoing:
-            group.wait(work)
-        self.incoming.clear()
-        self.outgoing.clear()
-        return tuple(received)
-
-
-def start_state_transfers(
+def transfer_state(
     transfers: Sequence[Transfer],
     rank_of: Mapping[str, int],
     group: Group,
+    layout: StateLayout,
     optimizers: Sequence[SegmentOptimizer],
-    num_trainable: int,
-) -> Healing:
-    """Start moving optimizer state to new holders.
+) -> int:
+    """Move optimizer state to new holders and install it there; returns bytes sent here.
 
     The extra segment (buffers) has no optimizer state; its rows are all there is to it.
     """
-    healing = Healing()
-    sizes: list[tuple[int, torch.Tensor, Any]] = []
+    works: list[tuple[Any, torch.Tensor]] = []
+    sizes: list[tuple[int, int, torch.Tensor, Any]] = []
+    moved = 0
     for index, transfer in enumerate(transfers):
         source, target = rank_of[transfer.source], rank_of[transfer.target]
-        segments = [s for s in transfer.segments if s < num_trainable]
-        if group.rank == source:
+        if group.rank == target:
+            size = torch.zeros(1, dtype=torch.int64)
+            sizes.append((index, source, size, group.receive(size, source, _TAG_SIZE + index)))
+        elif group.rank == source:
+            segments = [s for s in transfer.segments if s < layout.num_trainable]
             blob = pack_state(optimizers, segments)
             size = torch.tensor([blob.numel()], dtype=torch.int64)
-            healing.outgoing.append((group.send(size, target, _TAG_SIZE + index), size))
-            healing.outgoing.append((group.send(blob, target, _TAG_BLOB + index), blob))
-            healing.bytes_moved += blob.numel()
-        elif group.rank == target:
-            size = torch.zeros(1, dtype=torch.int64)
-            work = group.receive(size, source, _TAG_SIZE + index)
-            sizes.append((index, size, (source, work)))
-    for index, size, (source, work) in sizes:
+            works.append((group.send(size, target, _TAG_SIZE + index), size))
+            works.append((group.send(blob, target, _TAG_BLOB + index), blob))
+            moved += blob.numel()
+    arriving: list[tuple[Any, torch.Tensor]] = []
+    for index, source, size, work in sizes:
         group.wait(work)
         blob = torch.empty(int(size.item()), dtype=torch.uint8)
-        healing.incoming.append((group.receive(blob, source, _TAG_BLOB + index), blob))
-    return healing
+        arriving.append((group.receive(blob, source, _TAG_BLOB + index), blob))
+    for work, blob in arriving:
+        group.wait(work)
+        unpack_state(blob, optimizers, layout.device)
+    for work, _ in works:
+        group.wait(work)
+    return moved
 
 
 def transfer_rows(

@@ -60,7 +60,7 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-class _Task(Generic[T]):
+class Task(Generic[T]):
     """One piece of work for the group's thread."""
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -70,6 +70,7 @@ class _Task(Generic[T]):
         self.done = False
 
     def execute(self) -> None:
+        """Do it, and keep what came of it."""
         assert self._work is not None
         try:
             self._value.append(self._work())
@@ -78,6 +79,7 @@ class _Task(Generic[T]):
         self._work = None
 
     def outcome(self) -> T:
+        """Return or raise what came of it."""
         if self._error is not None:
             raise self._error
         return self._value[0]
@@ -279,13 +281,25 @@ class Group:
         """
         if self.size == 1 or threading.current_thread() is self._thread:
             return work()
+        return self.finish(self.start(work))
+
+    def start(self, work: Callable[[], T]) -> Task[T]:
+        """Have the group's thread do something after all that it was given before."""
+        task: Task[T] = Task(work)
+        if self.size == 1:
+            task.execute()
+            task.done = True
+            return task
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name=f"everstep-group-{self.generation}", daemon=True
             )
             self._thread.start()
-        task: _Task[T] = _Task(work)
         self._tasks.put(task)
+        return task
+
+    def finish(self, task: Task[T]) -> T:
+        """Wait for started work; returns its result, or raises GroupBroken at the cut."""
         with self._changed:
             while not task.done and not (self._cut and self._in_wait):
                 self._changed.wait()

@@ -19,7 +19,7 @@ from elastic.agent.progress import WorkerPhase
 from elastic.errors import Fenced, Misconfigured
 from elastic.step.bootstrap_client import BootstrapStore
 from elastic.step.exchange import Exchange
-from elastic.step.heal import start_state_transfers, transfer_rows
+from elastic.step.heal import transfer_rows, transfer_state
 from elastic.step.placement import share_out
 from elastic.step.process_group import Group, GroupBroken
 from elastic.step.recovery import Agreement, Inventory, Plan, recover
@@ -204,15 +204,13 @@ class Reformer:
         step = driver.step if plan.base == "checkpoint" else plan.step
         driver.row_steps = [step] * driver.layout.num_segments
         driver.layout.install_constants()
-        driver.healing = group.run(
-            lambda: start_state_transfers(
-                plan.state, rank_of, group, optimizers, layout.num_trainable
-            )
+        driver.healing = group.start(
+            lambda: transfer_state(plan.state, rank_of, group, layout, optimizers)
         )
         driver.fresh = False
         self.times.healed_s = time.monotonic()
         self.times.base = plan.base
-        self.times.heal_bytes = moved + driver.healing.bytes_moved
+        self.times.heal_bytes = moved
         before = {ref.worker_id for ref in previous.workers} if previous is not None else set()
         now = {ref.worker_id for ref in world.workers}
         self.times.joined = len(now - before)
@@ -325,7 +323,7 @@ class Reformer:
             redo_ms=1e3 * (now_s - times.healed_s),
             agree_ms=1e3 * max(0.0, times.world_s - times.left_s),
             total_ms=1e3 * (now_s - times.left_s),
-            heal_bytes=times.heal_bytes,
+            heal_bytes=times.heal_bytes + driver.heal_bytes,
             joined=times.joined,
             left=times.left,
             base=times.base,

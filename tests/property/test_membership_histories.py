@@ -11,7 +11,10 @@ from tests.membership_cluster import Cluster
 
 AGENTS = ("a", "b")
 SLOTS = (0, 1)
-ACTIONS = ("die", "ready", "formed", "progress", "hold", "release", "advance", "lapse", "freeze")
+ACTIONS = (
+    *("die", "ready", "formed", "progress", "advance", "freeze"),  # processes
+    *("hold", "release", "cut", "mend", "lapse", "partition"),  # the store
+)
 
 
 class Watched(Cluster):
@@ -55,8 +58,14 @@ def act(cluster: Cluster, action: str, number: int) -> None:
     elif action == "progress":
         if cluster.world_workers():
             cluster.do(f"progress step={10 + number}")
-    elif action == "lapse":
-        cluster.do(f"lapse {AGENTS[number % 2]}")
+    elif action == "partition":  # longer than anybody waits for it
+        name = AGENTS[number % 2]
+        for line in (f"cut {name}", f"lapse {name}", "advance 6"):
+            cluster.do(line)
+        act(cluster, "formed", number)
+        cluster.do(f"mend {name}")
+    elif action in ("lapse", "cut", "mend"):
+        cluster.do(f"{action} {AGENTS[number % 2]}")
     elif alive:
         worker = cluster.alias[alive[number % len(alive)]]
         if action == "die":
@@ -65,16 +74,24 @@ def act(cluster: Cluster, action: str, number: int) -> None:
             cluster.do(f"{action} {worker}")
 
 
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 60)), max_size=30))
-@settings(max_examples=50, deadline=None)
-def test_after_any_history_everybody_trains_again(history):
+@given(
+    st.booleans(),
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 60)), max_size=30),
+)
+@settings(max_examples=60, deadline=None)
+def test_after_any_history_everybody_trains_again(trained, history):
     cluster = Watched(nodes="1:2", slots="2", max_failures="1000", hang_timeout_s="1")
     for name in AGENTS:
         cluster.do(f"start {name}")
+    if trained:
+        cluster.do("ready a.0 a.1 b.0 b.1")
+        cluster.do("formed")
+        cluster.do("progress step=1")
     for i, (action, number) in enumerate(history):
         act(cluster, action, number + i)
-    if cluster.held:
-        cluster.do("release")
+    for name in AGENTS:
+        cluster.do(f"mend {name}")
+    cluster.do("release")
     ended = {name for name, agent in cluster.agents.items() if agent.gone}
     if ended:  # ten deaths in a row without a step end a job, with their cause
         for name in ended:
