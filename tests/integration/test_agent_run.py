@@ -219,7 +219,7 @@ def test_the_etcd_and_the_fork_server_of_a_run_may_die(tmp_path: Path):
 
 
 def test_a_lease_that_is_gone_is_renewed_and_nobody_is_voted_out(tmp_path: Path):
-    """FC-38: keep-alives of a dead lease look like success; the agent must register anew."""
+    """FC-38: a keep-alive of a dead lease looks like success; the agent must register anew."""
     with AgentUnderTest(tmp_path / "run", nproc=2) as agent:
         agent.training(2)
         for lease in _etcd(agent, "/v3/lease/leases")["leases"]:
