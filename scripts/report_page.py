@@ -47,12 +47,12 @@ def render(story: Story) -> str:
             "Loss",
             "The line is the disturbed training, the pale band below it the undisturbed one: where "
             "both have the same loss, the band runs around the line.",
-            loss_chart(story.loss, story.undisturbed, story.marks),
+            _drawing(loss_chart(story.loss, story.undisturbed, story.marks)),
         ),
         _section(
             "Workers over time",
             "How many workers were in the World, in seconds since the first one was formed.",
-            worlds_chart(story.worlds),
+            _drawing(worlds_chart(story.worlds)),
         ),
         _section(
             "What the fault cost",
@@ -62,7 +62,7 @@ def render(story: Story) -> str:
         ),
         _section(
             "Bit for bit",
-            "Every tensor of both final checkpoints was hashed; random state and the place in the "
+            "Every tensor of both runs' checkpoints was hashed; random state and the place in the "
             "data are compared as stored.",
             _comparisons(report["comparisons"]),
         ),
@@ -140,7 +140,7 @@ def _recovery_chart(report: Mapping[str, Any]) -> str:
     for size, ms in report["step_ms_by_world"].items():
         if ms is not None and bars:
             bars.append(Bar(label=f"a step of {size} workers", parts=[("redo", ms)]))
-    return bars_chart(bars, PARTS) if bars else "<p>No fault was injected.</p>"
+    return _drawing(bars_chart(bars, PARTS)) if bars else "<p>No fault was injected.</p>"
 
 
 def _recoveries(recoveries: Sequence[Mapping[str, Any]]) -> str:
@@ -195,6 +195,10 @@ def _section(title: str, text: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{content}</section>"
 
 
+def _drawing(svg: str) -> str:
+    return f'<div class="drawing">{svg}</div>'
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join(
@@ -246,7 +250,8 @@ margin-bottom:16px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:18px 24px}
 .tile p{margin:0}.tile .what,.tile .note{color:var(--soft);font-size:13px}
 .tile .figure{font-size:26px;font-weight:600;line-height:1.25}
-svg{width:100%;height:auto;display:block}
+svg{width:100%;min-width:620px;height:auto;display:block}
+.drawing{overflow-x:auto}
 svg text{font-size:12px;fill:var(--soft)}
 svg .tick{fill:var(--faint);font-variant-numeric:tabular-nums}
 svg .value{fill:var(--ink)}.grid{stroke:var(--grid)}
