@@ -1,8 +1,9 @@
 """Figures of this machine: `bench.py NAME --json` prints one object with the figures of that name.
 
 Each figure is a time or a ratio measured in one call on one machine, peers beside us; none is a
-test. docs/benchmarks.md says what each key means; times are in ms unless the key says otherwise. A
-figure that could not be taken is null, with a why.
+test. What the keys mean stands at the top of the command's module, such as
+scripts/bench_recovery.py; times are in ms unless the key says otherwise. A figure that could not be
+taken is null, with a why.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,11 +278,11 @@ def tokens_per_s(events: Sequence[Record]) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which `share` of all lie (nearest rank); None of nothing."""
+    """Return the smallest value that `share` of all do not exceed (nearest rank); None of none."""
     if not values:
         return None
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * (len(ordered) - 1))))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _worker_ids(workers: Iterable[Any]) -> list[str]:

@@ -59,6 +59,7 @@ def test_a_small_benchmark_prints_one_object_and_leaves_nothing():
     peer = found["peers"]["torchrun"]
     assert peer["version"] == found["torch"]
     assert peer["total_ms_p50"] is not None, peer["why"]
+    assert peer["times_ours"] > 1
     assert set(Path("/dev/shm").iterdir()) == before
 
 

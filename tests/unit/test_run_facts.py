@@ -120,7 +120,13 @@ def test_worlds_are_told_once_with_their_first_stamp():
 
 @pytest.mark.parametrize(
     ("values", "share", "expected"),
-    [([], 0.5, None), ([3], 0.95, 3), ([1, 2, 3], 0.5, 2), (list(range(1, 21)), 0.95, 19)],
+    [
+        ([], 0.5, None),
+        ([3], 0.95, 3),
+        ([1, 2, 3], 0.5, 2),
+        (list(range(1, 21)), 0.95, 19),
+        (list(range(10)), 0.95, 9),
+    ],
 )
 def test_percentile(values, share, expected):
     assert percentile(values, share) == expected
