@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from elastic.loops import Engine
+    from elastic.step.agreement import Outcome
     from elastic.step.checkpoints import SaveHandle
     from elastic.step.extras import Extras
 
@@ -43,6 +44,7 @@ class Context:
         self._loaders: list[PreparedLoader] = []
         self._evaluations_at: tuple[int, int] = (-2, 0)
         self._layout_size = (-1, -1)
+        engine.driver.on_evaluated = self._evaluated
 
     # -- who and where ----------------------------------------------------------------------
 
@@ -299,10 +301,7 @@ class Context:
         plain = loader.loader if isinstance(loader, PreparedLoader) else loader
         began_s = time.monotonic()
         engine.agree("evaluate", lambda: self._evaluation(fn, plain))
-        assert driver.outcome is not None
-        values = dict(driver.outcome.values)
-        record = {"step": place, "ordinal": ordinal, "values": values}
-        self._extras.evaluations = [*self._extras.evaluations, record][-_EVALUATIONS_KEPT:]
+        values = dict(self._extras.evaluations[-1]["values"])
         driver.events.emit(
             "evaluate.finished",
             step=driver.step,
@@ -311,6 +310,12 @@ class Context:
         )
         driver.phase(WorkerPhase.BETWEEN)
         return values
+
+    def _evaluated(self, outcome: Outcome) -> None:
+        """Keep the result as part of the agreement: a joiner may come in right after it."""
+        place, ordinal = self._evaluations_at
+        record = {"step": place, "ordinal": ordinal, "values": dict(outcome.values)}
+        self._extras.evaluations = [*self._extras.evaluations, record][-_EVALUATIONS_KEPT:]
 
     def _evaluation(self, fn: Callable[[Any], Mapping[str, Any]], loader: Any) -> Payload:
         driver = self._driver

@@ -122,9 +122,14 @@ class Engine:
                 continue
             self._boundary()
 
-    def close_agreement(self) -> None:
-        """Commit the last step before an iterator ends."""
-        self.agree("close", self._plain_payload)
+    def close_agreement(self, *, at_end: bool) -> None:
+        """Commit the last step before an iterator ends.
+
+        Args:
+            at_end: the loop has done all its steps; otherwise it was stopped, and what is left of
+                it is done when the job is resumed.
+        """
+        self.agree("close" if at_end else "halt", self._plain_payload)
         self.driver.phase(WorkerPhase.BETWEEN)
 
     def _plain_payload(self) -> Payload:
@@ -147,7 +152,7 @@ class Engine:
             epoch = driver.position.epoch
             yield epoch
             self.check_not_in_step("the end of an epoch")
-            if driver.position.epoch == epoch:
+            if driver.position.epoch == epoch and not self._halted():
                 driver.position = driver.position.next_epoch()
         self.epochs_total = None
 
@@ -186,13 +191,17 @@ class Engine:
             self._tell_total(driver.step + left - driver.position.index)
         yield from self.steps(next_plan, fetch, begin_once)
         if not driver.position.closed:
-            self.close_agreement()
+            self.close_agreement(at_end=driver.position.index >= source.steps_per_epoch)
 
     def _tell_total(self, total: int) -> None:
         """Let those who show progress know where the loop ends; early ends are not foreseen."""
         if total != self._told_total:
             self._told_total = total
             self.driver.events.emit("run.planned", total_steps=total)
+
+    def _halted(self) -> bool:
+        """Whether the running epoch was left by ctx.stop() or the operator before its end."""
+        return self.driver.stopping and not self.driver.position.closed
 
     def _my_leaves(self) -> range:
         return self.driver.shares[self.driver.rank]
@@ -223,4 +232,4 @@ class Engine:
         yield from self.steps(next_plan, lambda plan, _leaf: plan.step - 1)
         ended = driver.step == total or driver.stopping  # a joiner may be past this loop
         if ended and driver.step > 0 and not driver.position.closed:
-            self.close_agreement()
+            self.close_agreement(at_end=driver.step >= total)

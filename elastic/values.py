@@ -51,6 +51,27 @@ def to_plain(value: object, path: str = "value") -> Any:
     return _array_to_plain(value, path)
 
 
+def check_plain(value: object, path: str = "value") -> None:
+    """Raise NotPlain if `to_plain` would; copies nothing."""
+    if isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            check_plain(item, f"{path}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, (str, int, float, bool, tuple)):
+                raise NotPlain(f"{path} key {key!r}", key)
+            check_plain(item, f"{path}[{key!r}]")
+    elif value is not None and not isinstance(value, (bool, int, float, str, bytes)):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return
+        if type(value).__module__.split(".")[0] == "numpy":
+            array: Any = value
+            _array_to_plain(array[:0] if getattr(array, "ndim", 0) else array, path)
+            return
+        raise NotPlain(path, value)
+
+
 def from_plain(plain: Any) -> Any:
     """Undo `to_plain`; tensors come back as torch tensors when torch is loaded, else NumPy."""
     if isinstance(plain, list):

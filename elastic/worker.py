@@ -41,7 +41,7 @@ from elastic.step.prepared import Prepared
 from elastic.step.process_group import GroupBroken
 from elastic.step.reform import Reenter, Reformer
 from elastic.step.restoring import Restorer
-from elastic.values import NotPlain, to_plain
+from elastic.values import NotPlain, check_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -233,26 +233,25 @@ class Worker:
         if checkpoints.enabled and driver.step > 0 and driver.step not in saved:
             checkpoints.stage(driver.step)
         try:
-            plain = to_plain(value) if driver.rank == 0 else None
+            check_plain(value)  # on every worker: any of them may be asked for it
         except NotPlain as error:
             raise UserError(
                 f"what {self.spec.script.shown} returned cannot be handed on: {error}"
             ) from error
         self.events.emit("worker.finished", step=driver.step, value=None)
         driver.phase(WorkerPhase.FINISHED)
-        self._say_finished(driver, plain, value)
+        self._say_finished(driver, value)
         while not self.control.finish_requested:
             if driver.group is not None and driver.group.is_cut:
                 engine.reform(GroupBroken("a newer World was announced"))
                 self._settle(engine)
                 driver.phase(WorkerPhase.FINISHED)
-                self._say_finished(driver, plain, value)
+                self._say_finished(driver, value)
             checkpoints.take_messages()
             self.control.wait_change(_LINGER_POLL_S)
 
-    def _say_finished(self, driver: Driver, plain: Any, value: Any) -> None:
-        if driver.rank == 0 and plain is None:
-            plain = to_plain(value)
+    def _say_finished(self, driver: Driver, value: Any) -> None:
+        plain = to_plain(value) if driver.rank == 0 else None
         self.control.send(t="finished", value=plain, step=driver.step, generation=driver.generation)
         if not driver.formed:
             driver.formed = True

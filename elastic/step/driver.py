@@ -127,6 +127,7 @@ class Driver:
         self.save_busy: Callable[[], bool] = lambda: False
         self.on_outcome: Callable[[Outcome, int], None] = lambda _outcome, _step: None
         self.on_formed: Callable[[], None] = lambda: None
+        self.on_evaluated: Callable[[Outcome], None] = lambda _outcome: None
         self.step_functions: list[Callable[[], None]] = []
         self.lineage: list[list[int]] = []
         self.agreed_generation = 0
@@ -396,6 +397,8 @@ class Driver:
             self._apply(outcome, agreement)
         elif agreement.kind == "close":
             self.position = self.position.after_close()
+        elif agreement.kind == "evaluate":
+            self.on_evaluated(outcome)
         if outcome.stop:
             self.stopping = True
         if agreement.generation == self.generation and not self.formed:

@@ -39,7 +39,7 @@ class Agreement:
 
     Args:
         seq: number of the agreement in the job's order.
-        kind: "step", "close" or "evaluate".
+        kind: "step", "close", "halt" or "evaluate".
         step: the step it closed; for other kinds the last step applied before it.
         generation: World in which it completed.
         result: the payloads of all workers; travels with every transfer of state.
