@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from elastic.agent.progress import WorkerPhase
 from elastic.membership.messages import Mode
 from tests.local_world import LocalWorld
 from tests.programs import small
@@ -156,6 +157,25 @@ def test_loader_processes_do_not_change_the_result() -> None:
 
     value, _ = run(3, script, epochs=2, loader_workers=1, pause_s=0.01)
     assert value == undisturbed(epochs=2)
+
+
+def test_a_joiner_that_comes_in_right_after_an_evaluation_does_not_repeat_it() -> None:
+    def script(world: LocalWorld) -> None:
+        joiner = world.spawn(first=False)[0]
+        world.until(lambda: bool(joiner.said("ready")))
+
+        def evaluating() -> bool:
+            pages = [w.page.read() for w in world.workers[:2]]
+            return all(p is not None and p.phase is WorkerPhase.EVALUATE for p in pages)
+
+        world.until(evaluating)
+        world.form([*world.workers[:2], joiner], Mode.BOUNDARY)
+
+    value, events = run(2, script, epochs=3, pause_s=0.01, evaluate_s=0.1)
+    assert value == undisturbed(epochs=3)
+    joined = [e for e in events if e["event"] == "reshape.finished" and e["generation"] == 2]
+    assert len(joined) == 3
+    assert {e["base"] for e in joined} == {"survivors"}
 
 
 def test_stop_ends_all_workers_after_the_same_step() -> None:

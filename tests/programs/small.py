@@ -86,6 +86,7 @@ def train(
     stop_at: int | None = None,
     poison_at: int | None = None,
     evaluate_first: bool = False,
+    evaluate_s: float = 0.0,
 ) -> dict[str, Any]:
     """Train by steps or by epochs; returns what has to be equal in every World."""
     built = net() if model == "net" else Odd()
@@ -115,9 +116,11 @@ def train(
             time.sleep(pause_s)  # sleep: makes a step long enough to be hit
 
     def accuracy() -> dict[str, float]:
-        return ctx.evaluate(
-            lambda b: {"accuracy": (built(b[0]).argmax(1) == b[1]).float()}, held_out
-        )
+        def measure(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+            time.sleep(evaluate_s)  # sleep: makes an evaluation long enough to be hit
+            return {"accuracy": (built(batch[0]).argmax(1) == batch[1]).float()}
+
+        return ctx.evaluate(measure, held_out)
 
     curve = [accuracy()] if evaluate_first else []
     if epochs:
