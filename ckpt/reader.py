@@ -308,10 +308,12 @@ class Checkpoint:
         footer = self._footers[fetch.pack]
         buffer = self._buffer(fetch.nbytes)
 
-        def check(_: Tier) -> None:
+        def check(tier: Tier) -> None:
+            where = f"{tier.url}/{self._path(self.manifest.packs[fetch.pack])}"
             for run, first, last in fetch.runs:
                 base = footer.offsets[run.slice] - fetch.start
-                _check_blocks(footer, run.slice, first, buffer[base + first : base + last])
+                data = buffer[base + first : base + last]
+                _check_blocks(footer, where, run.slice, first, data)
 
         self._read_checked(fetch.pack, fetch.start, buffer, check)
         for run, first, last in fetch.runs:
@@ -368,7 +370,7 @@ class Checkpoint:
             ]
 
 
-def _check_blocks(footer: Footer, number: int, first: int, data: Bytes) -> None:
+def _check_blocks(footer: Footer, where: str, number: int, first: int, data: Bytes) -> None:
     """Raise Corrupt if a block of a slice, from its byte `first` on, fails its CRC."""
     block = footer.block_bytes
     base = footer.first_blocks[number] + first // block
@@ -376,6 +378,7 @@ def _check_blocks(footer: Footer, number: int, first: int, data: Bytes) -> None:
         if crc32c(data[i : i + block]) != footer.crcs[base + i // block]:
             raise Corrupt(
                 f"{footer.slices[number].name} is damaged: a block at byte {first + i} of its rows "
-                f"[{footer.slices[number].start}, {footer.slices[number].stop}) fails its checksum",
+                f"[{footer.slices[number].start}, {footer.slices[number].stop}) in {where} "
+                "fails its checksum",
                 kind="block-checksum",
             )

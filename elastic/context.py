@@ -331,13 +331,18 @@ class Context:
             for model in models:
                 model.eval()
             with torch.no_grad():
-                for v in driver.shares[driver.rank]:
-                    sums: dict[str, tuple[float, float]] = {}
-                    start, stop = v * total // shares, (v + 1) * total // shares
-                    for batch in evaluation_batches(loader, start, stop, driver.device):
-                        driver.check_alive()
-                        _accumulate(sums, fn(batch))
-                    values[v] = sums
+                mine = driver.shares[driver.rank]
+                # One pass over this worker's batches: loader processes are started once.
+                start, stop = mine.start * total // shares, mine.stop * total // shares
+                batches = evaluation_batches(
+                    loader, start, stop, driver.device, close_fds=(driver.control.fileno(),)
+                )
+                owner = mine.start
+                for number, batch in enumerate(batches, start):
+                    while number >= (owner + 1) * total // shares:
+                        owner += 1
+                    driver.check_alive()
+                    _accumulate(values.setdefault(owner, {}), fn(batch))
         finally:
             for model_modes in modes:
                 for module, mode in model_modes:

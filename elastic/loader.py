@@ -60,4 +60,5 @@ class PreparedLoader:
                 "next(loader) was called outside the body of ctx.steps; "
                 "iterate the loader inside ctx.epochs, or call next() inside ctx.steps"
             )
-        return self.batches.fetch(driver.plan.epoch, driver.plan.index, driver.leaf)
+        epoch, index = divmod(driver.plan.step - 1, self.batches.steps_per_epoch)
+        return self.batches.fetch(epoch, index, driver.leaf)

@@ -177,21 +177,28 @@ class Engine:
         def fetch(plan: StepPlan, leaf: int) -> Any:
             return source.fetch(plan.epoch, plan.index, leaf)
 
-        prefetched: list[tuple[int, int]] = []
-
-        def begin_once(plan: StepPlan) -> None:
-            key = (driver.generation, plan.epoch)
-            if prefetched != [key]:
-                prefetched[:] = [key]
-                source.prefetch(plan.epoch, plan.index, lambda _index: self._my_leaves())
-
         self.program_step = driver.step
         if self.epochs_total is not None:
             left = (self.epochs_total - driver.position.epoch) * source.steps_per_epoch
             self._tell_total(driver.step + left - driver.position.index)
-        yield from self.steps(next_plan, fetch, begin_once)
+        yield from self.steps(next_plan, fetch, self._prefetch_from(lambda: source))
         if not driver.position.closed:
             self.close_agreement(at_end=driver.position.index >= source.steps_per_epoch)
+
+    def _prefetch_from(
+        self, source: Callable[[], MicroBatches | None]
+    ) -> Callable[[StepPlan], None]:
+        """Return what lets loader processes work ahead, anew for each epoch and World."""
+        current: list[tuple[int, int]] = []
+
+        def begin(plan: StepPlan) -> None:
+            key = (self.driver.generation, plan.epoch)
+            batches = source()
+            if batches is not None and current != [key]:
+                current[:] = [key]
+                batches.prefetch(plan.epoch, plan.index, lambda _index: self._my_leaves())
+
+        return begin
 
     def _tell_total(self, total: int) -> None:
         """Let those who show progress know where the loop ends; early ends are not foreseen."""
@@ -229,7 +236,9 @@ class Engine:
 
         self.program_step = min(driver.step, total)
         self._tell_total(total)
-        yield from self.steps(next_plan, lambda plan, _leaf: plan.step - 1)
+        yield from self.steps(
+            next_plan, lambda plan, _leaf: plan.step - 1, self._prefetch_from(source)
+        )
         ended = driver.step == total or driver.stopping  # a joiner may be past this loop
         if ended and driver.step > 0 and not driver.position.closed:
             self.close_agreement(at_end=driver.step >= total)

@@ -194,7 +194,7 @@ class Reformer:
             driver.lineage = [*driver.lineage, [world.generation, driver.step]]
         self.times.recovered_s = time.monotonic()
         if plan.base == "checkpoint":
-            self._restorer.load(self._mine(plan, primary_only=True))
+            self._restore(plan, group)
             driver.held = dict.fromkeys(self._mine(plan, primary_only=True), driver.step)
         elif plan.base == "initial":
             driver.held = dict.fromkeys(self._mine(plan), 0)
@@ -216,6 +216,25 @@ class Reformer:
         self.times.joined = len(now - before)
         self.times.left = len(before - now)
         driver.after_step()
+
+    def _restore(self, plan: Plan, group: Group) -> None:
+        """Read the chosen checkpoint, or an older one if any worker finds it damaged."""
+        restorer = self._restorer
+        while True:
+            problem = restorer.read(self._mine(plan, primary_only=True))
+            said = [text.decode() for text in group.gather_bytes(problem.encode()) if text]
+            if not said:
+                restorer.install()
+                return
+            restorer.reject(said[0])
+            if not restorer.accept(group.gather_bytes(self._chosen_by_first(group))[0]):
+                raise Misconfigured(
+                    f"no checkpoint can be restored from: {said[0]}",
+                    hint="look at each with `ckpt verify`, or start anew with resume='fresh'",
+                )
+
+    def _chosen_by_first(self, group: Group) -> bytes:
+        return self._restorer.choose() if group.rank == 0 else b""
 
     def _mine(self, plan: Plan, *, primary_only: bool = False) -> list[int]:
         me = self._driver.worker_id
@@ -253,8 +272,7 @@ class Reformer:
 
     def _choose_base(self, group: Group) -> str:
         """Let the first rank decide what a job without living state begins from."""
-        said = self._restorer.choose() if group.rank == 0 else b""
-        answer = group.gather_bytes(said)[0]
+        answer = group.gather_bytes(self._chosen_by_first(group))[0]
         return "checkpoint" if self._restorer.accept(answer) else "initial"
 
     def _take_agreement(self, plan: Plan) -> None:

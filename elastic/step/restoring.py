@@ -52,10 +52,20 @@ class Restorer:
         self._first = first
         self._checkpoint: Any = None
         self._state_names: dict[str, list[str]] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[tuple[int, int, list[dict[str, Any]]]] = []
+        self._read_s = 0.0
+        self._damaged: int | None = None
         self.restored_step = 0
 
     def choose(self) -> bytes:
-        """Find the checkpoint to begin from; called on the first rank only."""
+        """Find the checkpoint to begin from; called on the first rank only.
+
+        After a checkpoint turned out to be damaged, an older one is chosen.
+        """
+        if self._damaged is not None:
+            older = ckpt.open_latest(self._roots, before=self._damaged)
+            return self._answer(self._roots, older)
         if self._resume == "fresh" and self._first:
             return b""
         roots, step = self._roots, None
@@ -72,6 +82,12 @@ class Restorer:
                     f"resume={self._resume}: no whole checkpoint there ({', '.join(roots)})",
                     hint="list what there is with `ckpt ls`",
                 )
+            return b""
+        return self._answer(roots, checkpoint)
+
+    @staticmethod
+    def _answer(roots: Sequence[str], checkpoint: Any) -> bytes:
+        if checkpoint is None:
             return b""
         return json.dumps(
             {"roots": roots, "step": checkpoint.step, "generation": checkpoint.generation}
@@ -93,8 +109,12 @@ class Restorer:
             )
         return True
 
-    def load(self, segments: Sequence[int]) -> None:
-        """Read the rows and optimizer state of these held segments and the global state."""
+    def read(self, segments: Sequence[int]) -> str:
+        """Read the rows and optimizer state of these held segments.
+
+        Returns what is wrong with the checkpoint, "" if nothing is. Then `install` makes it count,
+        or the first rank chooses an older one.
+        """
         driver = self._driver
         checkpoint = self._checkpoint
         assert checkpoint is not None
@@ -103,13 +123,6 @@ class Restorer:
         began_s = time.monotonic()
         self._check_same_model(checkpoint)
         self._state_names = self._index_state(checkpoint)
-        extra = checkpoint.extra
-        driver.step = checkpoint.step
-        driver.seq = 0
-        driver.agreement = None
-        driver.after_step_done = checkpoint.step
-        self._extras.install_dict(extra)
-        driver.lineage = [*driver.lineage, [driver.generation, checkpoint.step]]
         requests: list[tuple[str, int, int, memoryview]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         states: list[tuple[int, int, list[dict[str, Any]]]] = []
@@ -132,21 +145,46 @@ class Restorer:
                     for piece, _ in optimizer.export_state(segment)
                 ]
                 states.append((index, segment, found))
-        checkpoint.read_into(requests)
-        for target, source in copies:
+        try:
+            checkpoint.read_into(requests)
+        except ckpt.Corrupt as error:
+            self._damaged = checkpoint.step
+            return str(error)
+        self._copies, self._states, self._read_s = copies, states, time.monotonic() - began_s
+        return ""
+
+    def reject(self, problem: str) -> None:
+        """Give up the checkpoint that was read, because some worker found it damaged."""
+        step = self._checkpoint.step
+        self._damaged = step
+        self._driver.events.emit(
+            "checkpoint.failed", step=step, error=f"it cannot be restored from: {problem}"
+        )
+
+    def install(self) -> None:
+        """Make what was read, and the global state that belongs to it, this worker's state."""
+        driver, checkpoint = self._driver, self._checkpoint
+        driver.step = checkpoint.step
+        driver.seq = 0
+        driver.agreement = None
+        driver.after_step_done = checkpoint.step
+        self._extras.install_dict(checkpoint.extra)
+        driver.lineage = [*driver.lineage, [driver.generation, checkpoint.step]]
+        for target, source in self._copies:
             target.copy_(source)
-        for index, segment, found in states:
+        for index, segment, found in self._states:
             driver.optimizers[index].import_state(segment, [_finish(s) for s in found])
         self.restored_step = checkpoint.step
         driver.events.emit(
             "restore.finished",
             step=checkpoint.step,
             bytes_read=checkpoint.bytes_read,
-            duration_s=time.monotonic() - began_s,
+            duration_s=self._read_s,
             report=[str(line) for line in checkpoint.report],
             source=", ".join(self._roots),
         )
         self._checkpoint = None
+        self._copies, self._states = [], []
 
     @staticmethod
     def _want(

@@ -160,6 +160,21 @@ def test_an_interrupted_run_saves_and_is_resumed_bit_for_bit(tmp_path: Path) -> 
     assert resumed(value) == resumed(whole(epochs=6))
 
 
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    job(tmp_path, checkpoint="ckpt", save_every=10, train={"steps": 20})
+    packs = sorted((tmp_path / "ckpt").glob("step-000000020/*/packs/*.pack"))
+    assert len(packs) == 2
+    data = bytearray(packs[1].read_bytes())
+    data[4100] ^= 1  # behind the 4 KiB header: a byte of the first tensor
+    packs[1].write_bytes(data)
+    value = job(tmp_path, nproc=3, checkpoint="ckpt", train={"steps": 30})["value"]
+    assert resumed(value) == resumed(whole(steps=30))
+    events = [e for path in (tmp_path / "ckpt" / "runs").iterdir() for e in read_events(path)]
+    assert 10 in [e["step"] for e in events if e["event"] == "restore.finished"]
+    problems = [e["error"] for e in events if e["event"] == "checkpoint.failed"]
+    assert any(packs[1].name in problem for problem in problems), problems
+
+
 def test_losing_every_worker_goes_back_to_the_newest_checkpoint(tmp_path: Path) -> None:
     options = {
         **QUIET,
