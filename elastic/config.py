@@ -122,6 +122,14 @@ class ElasticConfig:
     on_save_error: str = "warn"
     """Whether a failed save is only told (`warn`) or ends the run with exit code 6 (`fail`)."""
 
+    max_nonfinite_steps: int = 50
+    """Steps one after the other whose gradient may be NaN or infinite, each skipped on all workers,
+    before the run ends with exit code 5. 0: never."""
+
+    guard_every: int = 100
+    """Steps between two comparisons of checksums between workers: rows and optimizer state of one
+    segment in turn, and all global state. 0: never."""
+
     lease_ttl_s: float = 5.0
     """Seconds after which the store forgets a silent node. etcd grants no less than 2. Small: a
     short pause of the store looks like a death; large: a lost host is noticed late."""

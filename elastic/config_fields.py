@@ -326,6 +326,8 @@ FIELDS: tuple[Field, ...] = (
     Field("below_min_timeout_s", seconds(0.0), "SECONDS", "Failures"),
     Field("max_failures", integer(0), "N", "Failures"),
     Field("max_reshapes", integer(0), "N", "Failures"),
+    Field("max_nonfinite_steps", integer(0), "N", "Failures"),
+    Field("guard_every", integer(0), "STEPS", "Failures"),
     Field("grace_s", seconds(0.0), "SECONDS", "Leaving"),
     Field("notice_signals", signals, "SIGNAL,...", "Leaving"),
     Field("log_dir", optional(path), "DIR", "Looking"),

@@ -126,7 +126,7 @@ class Context:
             return registry.known(obj)
         answer = obj
         if isinstance(obj, torch.optim.swa_utils.AveragedModel):
-            registry.add_object(f"object{len(registry.objects)}", obj)
+            registry.add_unnamed(obj)
         elif isinstance(obj, torch.nn.Module):
             self._refuse_late("model")
             registry.add_model(obj)
@@ -138,13 +138,10 @@ class Context:
             registry.add_scheduler(obj)
         elif isinstance(obj, DataLoader):
             answer = self._prepare_loader(obj)
-        elif type(obj).__name__ == "GradScaler":
-            raise Misconfigured(
-                "GradScaler cannot be prepared yet: unscaling and the skipped step belong to the "
-                "agreement of the step; train in bfloat16 autocast, which needs no scaler"
-            )
+        elif isinstance(obj, torch.amp.GradScaler):
+            registry.add_scaler(obj)
         elif hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"):
-            registry.add_object(f"object{len(registry.objects)}", obj)
+            registry.add_unnamed(obj)
         else:
             raise Misconfigured(
                 f"ctx.prepare was given a {type(obj).__name__}; it takes models, optimizers, "
@@ -252,17 +249,37 @@ class Context:
     # -- registered state and functions -------------------------------------------------------
 
     def state(self, name: str, obj: Any, scope: str = "global") -> Any:
-        """Make an object with state_dict/load_state_dict part of the job's state."""
-        if scope == "virtual_rank":
-            raise Misconfigured(
-                "ctx.state(scope='virtual_rank') is not there yet; random state per virtual rank "
-                "is kept anyway, and global state can be registered with scope='global'"
+        """Make an object with state_dict/load_state_dict part of the job's state; returns it.
+
+        Args:
+            name: what it is called in checkpoints; given once.
+            obj: holds plain values and tensors. State that was restored before the object was
+                registered is handed to it now.
+            scope: `global`: one state, equal on all workers (change it in `ctx.on_step`
+                functions; workers that differ end the run with an error that names it).
+                `virtual_rank`: one state for each virtual rank; in the body of a micro-batch the
+                object has the state of its virtual rank, and what the body changes counts when
+                the step does. At most 1 MiB each.
+        """
+        if scope not in ("global", "virtual_rank"):
+            raise UserError(
+                f"ctx.state was given scope={scope!r}; it is 'global' or 'virtual_rank'"
             )
-        if scope != "global":
-            raise UserError(f"ctx.state was given scope={scope!r}; it is 'global'")
+        if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
+            raise UserError(
+                f"ctx.state was given a {type(obj).__name__} as {name!r}; it takes objects with "
+                "state_dict and load_state_dict"
+            )
         registry = self._driver.prepared
         if not registry.knows(obj):
-            registry.add_object(name, obj)
+            if scope == "virtual_rank":
+                if name in registry.objects:
+                    raise UserError(
+                        f"the state name {name!r} is used twice; give each object its own"
+                    )
+                registry.virtual.add(name, obj)
+            else:
+                registry.add_object(name, obj)
             registry.remember(obj, obj)
         self._extras.claim()
         return obj

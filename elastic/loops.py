@@ -66,6 +66,7 @@ class Engine:
                 return
             try:
                 driver.begin(plan)
+                self.reformer.tell_unclaimed()
                 on_begin(plan)
                 for leaf in driver.leaves():
                     driver.enter(leaf)

@@ -31,6 +31,7 @@ NOTEWORTHY: frozenset[str] = frozenset(
         "restore.finished",
         "run.stopping",
         "signal.received",
+        "state.unclaimed",
         "step.skipped",
         "stranger.refused",
         "worker.exited",
@@ -252,6 +253,10 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
         f"step {r['step']} committed in {float(r['duration_s']):.3f} s  " + values(r["log"])
     ),
     "step.redone": lambda r: f"step {r['step']} is computed again",
+    "state.unclaimed": lambda r: (
+        f"restored state that nothing has asked for: {', '.join(r['names'])}; "
+        "it stays in checkpoints until something does"
+    ),
     "step.skipped": lambda r: f"step {r['step']} changed nothing: {r['reason']}",
     "evaluate.finished": lambda r: f"evaluation: {values(r['values'])}",
     "checkpoint.requested": lambda r: (

@@ -9,8 +9,11 @@ with the path of the offending entry; nothing is guessed.
 from __future__ import annotations
 
 import base64
+import json
 import sys
 from typing import Any
+
+import google_crc32c
 
 _TENSOR = "__tensor__"
 _TUPLE = "__tuple__"
@@ -90,6 +93,36 @@ def from_plain(plain: Any) -> Any:
         if mark == _TENSOR:
             return _array_from_plain(body)
     return {k: from_plain(v) for k, v in plain.items()}
+
+
+def checksum(value: object, path: str = "value") -> int:
+    """Return the CRC32C of a value that `to_plain` accepts; tensors are not copied as text.
+
+    Raises NotPlain.
+    """
+    return _checksum(0, value, path)
+
+
+def _checksum(crc: int, value: object, path: str) -> int:
+    if isinstance(value, dict):
+        for key in sorted(value, key=repr):  # the order of insertion means nothing
+            crc = _checksum(crc, key, f"{path} key {key!r}")
+            crc = _checksum(crc, value[key], f"{path}[{key!r}]")
+        return _extend(crc, b"}")
+    if isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            crc = _checksum(crc, item, f"{path}[{i}]")
+        return _extend(crc, b"]")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        host = value.detach().to("cpu").contiguous()
+        crc = _extend(crc, f"{host.dtype}{tuple(host.shape)}".encode())
+        return _extend(crc, host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else crc
+    return _extend(crc, json.dumps(to_plain(value, path)).encode())
+
+
+def _extend(crc: int, data: Any) -> int:
+    return int(google_crc32c.extend(crc, data))
 
 
 def _dict_to_plain(value: dict[Any, Any], path: str) -> Any:

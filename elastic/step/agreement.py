@@ -30,10 +30,12 @@ class LeafRecord:
     Args:
         samples: number of samples in it.
         log: values given to `ctx.log`, as floats.
+        state: name -> new plain state, for state per virtual rank that the body changed.
     """
 
     samples: int
     log: Mapping[str, float]
+    state: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +48,12 @@ class Payload:
         leaves: leaf -> record, for the leaves it computed.
         hyper: parameter groups' values at `optimizer.step()`, from the worker of leaf 0.
         scheduler_calls: scheduler index -> recorded `step()` calls, from the worker of leaf 0.
+        scaler_updates: gradient scalers whose `update()` was recorded, from the worker of leaf 0.
         clip: (max_norm) given to `ctx.clip_grad_norm_`, from the worker of leaf 0.
         pending_generation: the newest World this worker knows.
         stop, save, busy: wishes; `busy` = no half of the arena is free.
         values: results of an evaluation, virtual rank -> name -> (sum, count).
+        guard: what is equal on all workers that have it -> checksum.
     """
 
     norms: Mapping[int, float] = field(default_factory=dict)
@@ -57,36 +61,40 @@ class Payload:
     leaves: Mapping[int, LeafRecord] = field(default_factory=dict)
     hyper: Sequence[Any] | None = None
     scheduler_calls: Mapping[int, int] | None = None
+    scaler_updates: Sequence[int] | None = None
     clip: float | None = None
     pending_generation: int = 0
     stop: bool = False
     save: bool = False
     busy: bool = False
     values: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    guard: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self, agreement_seq: int, kind: str, step: int) -> bytes:
-        """Return the bytes this worker sends."""
+        """Return the bytes this worker sends; what says nothing is left out."""
         touched = self.touched.to_bytes((self.touched.bit_length() + 7) // 8, "little")
+        said = {
+            "norms": list(self.norms.items()),
+            "touched": touched,
+            "leaves": [[i, r.samples, dict(r.log), dict(r.state)] for i, r in self.leaves.items()],
+            "hyper": self.hyper,
+            "scheduler_calls": (
+                None if self.scheduler_calls is None else list(self.scheduler_calls.items())
+            ),
+            "scaler_updates": None if self.scaler_updates is None else list(self.scaler_updates),
+            "clip": self.clip,
+            "generation": self.pending_generation,
+            "stop": self.stop,
+            "save": self.save,
+            "busy": self.busy,
+            "values": [
+                [v, [[k, s, c] for k, (s, c) in names.items()]] for v, names in self.values.items()
+            ],
+            "guard": dict(self.guard),
+        }
+        head = [agreement_seq, kind, step]
         packed: bytes = msgpack.packb(
-            [
-                agreement_seq,
-                kind,
-                step,
-                list(self.norms.items()),
-                touched,
-                [[i, r.samples, dict(r.log)] for i, r in self.leaves.items()],
-                self.hyper,
-                None if self.scheduler_calls is None else list(self.scheduler_calls.items()),
-                self.clip,
-                self.pending_generation,
-                self.stop,
-                self.save,
-                self.busy,
-                [
-                    [v, [[k, s, c] for k, (s, c) in names.items()]]
-                    for v, names in self.values.items()
-                ],
-            ]
+            [head, {k: v for k, v in said.items() if v or isinstance(v, float)}]
         )
         return packed
 
@@ -106,6 +114,8 @@ class Outcome:
         log: sample-weighted means of the logged values over those that gave the key.
         next_generation: newest World that *every* worker knows.
         values: evaluation results, name -> sum / count.
+        states: leaf -> name -> new plain state of a virtual rank.
+        unequal: what should be equal on all workers and is not, "" if nothing.
     """
 
     norm: float
@@ -114,12 +124,15 @@ class Outcome:
     log: Mapping[str, float]
     hyper: Sequence[Any] | None
     scheduler_calls: Mapping[int, int]
+    scaler_updates: Sequence[int]
     clip: float | None
     next_generation: int
     stop: bool
     save: bool
     busy: bool
     values: Mapping[str, float]
+    states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    unequal: str = ""
 
     @property
     def finite(self) -> bool:
@@ -149,22 +162,24 @@ def conclude(agreement: Agreement) -> Outcome:
 
     Raises Disagreement when the payloads are of different agreements.
     """
-    rows = [msgpack.unpackb(raw, strict_map_key=False) for raw in msgpack.unpackb(agreement.result)]
-    heads = {(row[0], row[1], row[2]) for row in rows}
+    said = [msgpack.unpackb(raw, strict_map_key=False) for raw in msgpack.unpackb(agreement.result)]
+    heads = {tuple(head) for head, _ in said}
     if heads != {(agreement.seq, agreement.kind, agreement.step)}:
         raise Disagreement(
             f"workers met in one agreement with different steps: {sorted(heads)}; does the loop "
             "leave early on some workers? use ctx.stop()"
         )
+    rows: list[dict[str, Any]] = [row for _, row in said]
     norms: dict[int, float] = {}
     leaves: dict[int, LeafRecord] = {}
     values: dict[int, dict[str, tuple[float, float]]] = {}
     touched = 0
     for row in rows:
-        norms.update((int(s), float(n)) for s, n in row[3])
-        touched |= int.from_bytes(row[4], "little")
-        leaves.update((int(i), LeafRecord(samples=n, log=log)) for i, n, log in row[5])
-        for rank, names in row[13]:
+        norms.update((int(s), float(n)) for s, n in row.get("norms", ()))
+        touched |= int.from_bytes(row.get("touched", b""), "little")
+        for i, samples, log, state in row.get("leaves", ()):
+            leaves[int(i)] = LeafRecord(samples=samples, log=log, state=state)
+        for rank, names in row.get("values", ()):
             values[int(rank)] = {k: (s, c) for k, s, c in names}
     total = math.fsum(norms[s] for s in sorted(norms)) if _all_finite(norms) else math.inf
     if any(math.isnan(n) for n in norms.values()):
@@ -174,15 +189,33 @@ def conclude(agreement: Agreement) -> Outcome:
         touched=touched,
         samples=sum(record.samples for record in leaves.values()),
         log=_weighted_means(leaves),
-        hyper=next((row[6] for row in rows if row[6] is not None), None),
-        scheduler_calls=dict(next((row[7] for row in rows if row[7] is not None), ())),
-        clip=next((row[8] for row in rows if row[8] is not None), None),
-        next_generation=min(row[9] for row in rows),
-        stop=any(row[10] for row in rows),
-        save=any(row[11] for row in rows),
-        busy=any(row[12] for row in rows),
+        hyper=_first(rows, "hyper"),
+        scheduler_calls=dict(_first(rows, "scheduler_calls") or ()),
+        scaler_updates=tuple(_first(rows, "scaler_updates") or ()),
+        clip=_first(rows, "clip"),
+        next_generation=min(row.get("generation", 0) for row in rows),
+        stop=any(row.get("stop", False) for row in rows),
+        save=any(row.get("save", False) for row in rows),
+        busy=any(row.get("busy", False) for row in rows),
         values=_means(values),
+        states={i: record.state for i, record in leaves.items() if record.state},
+        unequal=_unequal([row.get("guard", {}) for row in rows]),
     )
+
+
+def _first(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """Return what the one worker that speaks for all said, None if nobody did."""
+    return next((row[key] for row in rows if row.get(key) is not None), None)
+
+
+def _unequal(guards: Sequence[Mapping[str, int]]) -> str:
+    """Name the first thing that two workers have with different checksums."""
+    seen: dict[str, int] = {}
+    for guard in guards:
+        for name, crc in guard.items():
+            if seen.setdefault(name, crc) != crc:
+                return name
+    return ""
 
 
 def _all_finite(norms: Mapping[int, float]) -> bool:

@@ -25,11 +25,13 @@ from elastic.errors import UserError
 from elastic.rng import seed_everything
 from elastic.step.agreement import LeafRecord, Outcome, Payload, conclude, pack_result
 from elastic.step.gradients import LeafFold
+from elastic.step.guard import checksums, difference
 from elastic.step.layout import StateLayout
 from elastic.step.optimizer import SegmentOptimizer, install_hyper
 from elastic.step.position import Position, StepPlan
 from elastic.step.process_group import GroupBroken
 from elastic.step.recovery import Agreement
+from elastic.step.scaling import apply_updates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -132,6 +134,7 @@ class Driver:
         self.lineage: list[list[int]] = []
         self.agreed_generation = 0
         self.skipped = 0
+        self.nonfinite_run = 0
         self.split: dict[str, float] = {}
         # the step under way
         self.plan: StepPlan | None = None
@@ -139,6 +142,7 @@ class Driver:
         self._records: dict[int, LeafRecord] = {}
         self._hyper: list[Any] | None = None
         self._scheduler_calls: dict[int, int] | None = None
+        self._scaler_updates: list[int] | None = None
         self._clip: float | None = None
         self._constant: torch.Tensor | None = None
         self._started_at_s = 0.0
@@ -199,11 +203,13 @@ class Driver:
         """Start computing a step from its first leaf."""
         assert self.fold is not None
         assert self.layout is not None
+        self._check_agreed()
         self.check_alive()
         self.plan = plan
         self._records = {}
         self._hyper = None
         self._scheduler_calls = None
+        self._scaler_updates = None
         self._clip = None
         self._constant = None
         self._started_at_s = time.monotonic()
@@ -224,6 +230,7 @@ class Driver:
         self.check_alive()
         self.leaf = leaf
         self.layout.restore_buffers()
+        self.prepared.virtual.enter(leaf)
         seed_everything(self.config.seed, self.plan.step, leaf)
         self.prepared.recorder.open()
         self.prepared.recorder.wants_hyper = leaf == 0
@@ -250,10 +257,15 @@ class Driver:
                 for parameter in group["params"]:
                     gradients[self.layout.index_of[id(parameter)]] = next(flat)
         self.fold.push(leaf, gradients, self.plan.weight(leaf))
-        self._records[leaf] = LeafRecord(samples=self.plan.counts[leaf], log=dict(recorder.log))
+        self._records[leaf] = LeafRecord(
+            samples=self.plan.counts[leaf],
+            log=dict(recorder.log),
+            state=self.prepared.virtual.leave(leaf),
+        )
         if leaf == 0:
             self._hyper = recorder.hyper
             self._scheduler_calls = recorder.scheduler_calls
+            self._scaler_updates = recorder.scaler_updates
             self._clip = recorder.clip
             if self.layout.has_buffers:
                 self.layout.reclaim_buffers()
@@ -283,11 +295,13 @@ class Driver:
             leaves=self._records,
             hyper=self._hyper,
             scheduler_calls=self._scheduler_calls,
+            scaler_updates=self._scaler_updates,
             clip=self._clip,
             pending_generation=self._known_generation(),
             stop=self.want_stop or self.control.stop_requested,
             save=self.want_save or self.control.take_save_request(),
             busy=self.save_busy(),
+            guard=checksums(self, plan.step),
         )
         self.agree("step", plan.step, payload)
         agreed_at_s = time.monotonic()
@@ -300,6 +314,19 @@ class Driver:
             "agree_apply_ms": 1e3 * (agreed_at_s - exchanged_at_s),
             "gather_ms": 1e3 * (time.monotonic() - agreed_at_s),
         }
+        self._check_agreed()
+
+    def _check_agreed(self) -> None:
+        """Raise, on all workers alike, if the last step showed that going on makes no sense."""
+        if self.outcome is not None and self.outcome.unequal:
+            raise difference(self.outcome.unequal, self.step)
+        most = self.config.max_nonfinite_steps
+        if most and self.nonfinite_run >= most:
+            raise UserError(
+                f"the gradient was not finite in {most} steps one after the other, up to step "
+                f"{self.step - 1}; lower the learning rate, clip, or look at the data "
+                "(max_nonfinite_steps sets how many are borne)"
+            )
 
     def gather(self) -> None:
         """Fetch the rows of the applied step that this worker does not hold."""
@@ -434,8 +461,12 @@ class Driver:
                         self.finished[span.lo : span.hi].view(span.dtype).mul_(coefficient)
             for optimizer in self.optimizers:
                 optimizer.step(trainable, outcome.touched)
+            self.nonfinite_run = 0
         else:
             self.skipped += 1
+            self.nonfinite_run += 1
+        apply_updates(self.prepared.scalers, outcome.scaler_updates, finite=outcome.finite)
+        self.prepared.virtual.apply(outcome.states)
         if self.layout.num_trainable in targets:
             self.layout.canonical.copy_(self.finished_constant)
         self.prepared.apply_scheduler_calls(dict(outcome.scheduler_calls))

@@ -58,9 +58,11 @@ class Extras:
             "evaluations": list(self.evaluations),
             "schedulers": schedulers,
             "objects": objects,
+            "virtual_rank_state": prepared.virtual.to_dict(),
             "hyper": capture_hyper(prepared.optimizers),
             "lineage": [list(item) for item in driver.lineage],
             "skipped": driver.skipped,
+            "nonfinite_run": driver.nonfinite_run,
             "job": {
                 "virtual_ranks": driver.num_leaves // config.accumulate,
                 "accumulate": config.accumulate,
@@ -88,6 +90,8 @@ class Extras:
         driver.position = Position.from_dict(state["position"])
         driver.lineage = [list(item) for item in state["lineage"]]
         driver.skipped = state["skipped"]
+        driver.nonfinite_run = state.get("nonfinite_run", 0)
+        driver.prepared.virtual.install(state.get("virtual_rank_state", {}))
         self.evaluations = list(state["evaluations"])
         self._unclaimed = dict(state["objects"])
         self._unclaimed_schedulers = dict(enumerate(state["schedulers"]))
@@ -117,6 +121,9 @@ class Extras:
     def unclaimed(self) -> list[str]:
         """Return names of restored state that nothing has asked for."""
         names = [f"scheduler {i}" for i in self._unclaimed_schedulers]
+        names += [
+            f"{name} (per virtual rank)" for name in self._driver.prepared.virtual.unclaimed()
+        ]
         return sorted(self._unclaimed) + names
 
 

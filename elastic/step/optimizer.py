@@ -18,6 +18,7 @@ import torch
 
 from elastic.errors import Misconfigured
 from elastic.step.layout import dtype_name
+from elastic.step.probe import check_independent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,6 +33,9 @@ _ELEMENTWISE = frozenset(
         "ASGD", "Rprop",
     )
 )  # fmt: skip
+_WHOLE = frozenset(
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+)
 _REFUSED = {
     torch.optim.LBFGS: "it calls the model several times in one step",
     torch.optim.SparseAdam: "sparse gradients cannot be summed in a fixed order",
@@ -50,6 +54,8 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
             raise Misconfigured(
                 f"{kind.__name__} cannot be prepared: {reason}; use an optimizer such as AdamW"
             )
+    if type(optimizer) not in _ELEMENTWISE | _WHOLE:
+        check_independent(optimizer)
 
 
 class SegmentOptimizer:

@@ -15,6 +15,8 @@ import torch
 
 from elastic.errors import Misconfigured, UserError
 from elastic.step.optimizer import capture_hyper, check_supported, is_elementwise
+from elastic.step.scaling import record_scaler
+from elastic.step.virtual_state import VirtualState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +30,8 @@ class Recorder:
         self.gradients: dict[int, list[torch.Tensor | None]] = {}
         self.stepped: set[int] = set()
         self.scheduler_calls: dict[int, int] = {}
+        self.scaler_updates: list[int] = []
+        self.unscaled: set[int] = set()
         self.hyper: list[Any] | None = None
         self.wants_hyper = False
         self.clip: float | None = None
@@ -39,6 +43,8 @@ class Recorder:
         self.gradients.clear()
         self.stepped.clear()
         self.scheduler_calls = {}
+        self.scaler_updates = []
+        self.unscaled.clear()
         self.hyper = None
         self.clip = None
         self.log = {}
@@ -55,7 +61,9 @@ class Prepared:
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
+        self.scalers: list[torch.amp.GradScaler] = []
         self.objects: dict[str, Any] = {}
+        self.virtual = VirtualState()
         self.recorder = Recorder()
         self._seen: dict[int, Any] = {}
         self._real_scheduler_step: list[Callable[..., Any]] = []
@@ -188,8 +196,24 @@ class Prepared:
             for _ in range(calls[index]):
                 self._real_scheduler_step[index]()
 
+    def add_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Register a gradient scaler; its state is global and moves with the agreed steps."""
+        index = len(self.scalers)
+        self.add_unnamed(scaler)
+        self.scalers.append(scaler)
+        record_scaler(scaler, index, self.recorder)
+
+    def add_unnamed(self, obj: Any) -> None:
+        """Register an object under its class and its number among those of its class.
+
+        So objects of different kinds may be prepared in any order, before or after a restore.
+        """
+        kind = type(obj).__name__
+        count = sum(type(other).__name__ == kind for other in self.objects.values())
+        self.add_object(f"{kind}{count}", obj)
+
     def add_object(self, name: str, obj: Any) -> None:
         """Register an object with state_dict/load_state_dict as global state."""
-        if name in self.objects:
+        if name in self.objects or name in self.virtual:
             raise Misconfigured(f"the state name {name!r} is used twice; give each object its own")
         self.objects[name] = obj

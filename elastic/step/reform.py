@@ -77,6 +77,7 @@ class Reformer:
         self._restorer = restorer
         self._token = token
         self.times: ReformTimes | None = None
+        self._unclaimed_told = False
 
     @property
     def restored_step(self) -> int:
@@ -216,6 +217,15 @@ class Reformer:
         self.times.joined = len(now - before)
         self.times.left = len(before - now)
         driver.after_step()
+
+    def tell_unclaimed(self) -> None:
+        """Say once, when the first step begins, which restored state nothing has asked for."""
+        if self._unclaimed_told:
+            return
+        self._unclaimed_told = True
+        names = self._extras.unclaimed()
+        if names and self._driver.rank == 0:
+            self._driver.events.emit("state.unclaimed", names=names)
 
     def _restore(self, plan: Plan, group: Group) -> None:
         """Read the chosen checkpoint, or an older one if any worker finds it damaged."""

@@ -169,6 +169,7 @@ class Restorer:
         driver.agreement = None
         driver.after_step_done = checkpoint.step
         self._extras.install_dict(checkpoint.extra)
+        driver.nonfinite_run = 0  # whoever resumes after a stop for it means to try again
         driver.lineage = [*driver.lineage, [driver.generation, checkpoint.step]]
         for target, source in self._copies:
             target.copy_(source)

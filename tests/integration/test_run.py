@@ -175,6 +175,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert any(packs[1].name in problem for problem in problems), problems
 
 
+def test_hidden_state_comes_back_and_what_nobody_claims_is_told(tmp_path: Path) -> None:
+    train = {"program": "hidden", "scaler": True, "explode_at": 6}
+    expected = whole(steps=16, **train)
+    job(tmp_path, checkpoint="ckpt", train={"steps": 8, **train})
+    later = {"steps": 16, "late_average": True, **train}
+    value = job(tmp_path, nproc=3, checkpoint="ckpt", train=later)["value"]
+    assert value == expected
+    forgotten = {"steps": 17, "forget": True, **train}
+    events_path = job(tmp_path, checkpoint="ckpt", train=forgotten)["events"]
+    told = [
+        e["names"] for e in read_events(Path(events_path).parent) if e["event"] == "state.unclaimed"
+    ]
+    assert told == [["AveragedModel0", "seen (per virtual rank)"]]
+
+
 def test_losing_every_worker_goes_back_to_the_newest_checkpoint(tmp_path: Path) -> None:
     options = {
         **QUIET,

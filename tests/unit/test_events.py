@@ -129,6 +129,7 @@ SAMPLES = {
     "log": {"loss": 1.5},
     "values": {"accuracy": 0.9},
     "report": [],
+    "names": ["averaged"],
     "worker_id": "n-1.0-abcdef",
     "generation": 1,
 }
