@@ -102,6 +102,10 @@ class ElasticConfig:
     """`exact`: gradients are summed in one order at any world size, so results are bit-equal.
     `fast`: the library's all-reduce, equal only within rounding."""
 
+    overlap: bool = True
+    """Whether gradients are sent while the last backward still runs. A loop body that changes
+    gradients after backward() is noticed, its step is computed again, and this is off then."""
+
     backend: str = "gloo"
     """Transport of the process group: `gloo` for CPUs, `nccl` for GPUs."""
 

@@ -306,6 +306,7 @@ FIELDS: tuple[Field, ...] = (
     Field("replicas", integer(1, 8), "N", "Step"),
     Field("threads", integer(1, 1024), "N", "Step"),
     Field("reduction", choice("exact", "fast"), "exact|fast", "Step", not_yet=("fast",)),
+    Field("overlap", switch, "", "Step"),
     Field("backend", choice("gloo", "nccl"), "gloo|nccl", "Step"),
     Field(
         "save_every", optional(save_interval), "STEPS|TIME|auto", "Checkpoints", not_yet=("auto",)

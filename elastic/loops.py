@@ -76,6 +76,8 @@ class Engine:
                     driver.leave(leaf)
                 driver.want_save = driver.want_save or self.checkpoints.wish()
                 driver.close()
+                if driver.step < plan.step:
+                    driver.events.emit("step.redone", step=plan.step)
                 self._boundary()
                 self.program_step = driver.step
                 driver.phase(WorkerPhase.BETWEEN)
@@ -102,6 +104,7 @@ class Engine:
     def reform(self, reason: GroupBroken | None) -> None:
         """Come back in the next World and tell whoever asked to be told."""
         self.driver.prepared.recorder.close()
+        self.driver.abandon()
         self._open_step = None
         self.reformer.reform(reason)
         self.checkpoints.reshaped()

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from elastic.step.recovery import Agreement
 
 
+VOID = "void"
+"""Kind of the agreement of a step that some worker calls void: nobody applies it, all redo it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRecord:
     """What one micro-batch contributed besides its gradient.
@@ -157,6 +161,17 @@ def pack_result(payloads: Sequence[bytes]) -> bytes:
     return packed
 
 
+def kind_of(payloads: Sequence[bytes], kind: str) -> str:
+    """Return the kind of an agreement that this worker entered as `kind`.
+
+    One worker that calls its step void makes it void for all.
+    """
+    if kind != "step":
+        return kind
+    heads = [msgpack.unpackb(raw, strict_map_key=False)[0] for raw in payloads]
+    return VOID if any(head[1] == VOID for head in heads) else kind
+
+
 def conclude(agreement: Agreement) -> Outcome:
     """Decide what an agreement means; the same on every worker.
 
@@ -164,7 +179,10 @@ def conclude(agreement: Agreement) -> Outcome:
     """
     said = [msgpack.unpackb(raw, strict_map_key=False) for raw in msgpack.unpackb(agreement.result)]
     heads = {tuple(head) for head, _ in said}
-    if heads != {(agreement.seq, agreement.kind, agreement.step)}:
+    allowed = {(agreement.seq, agreement.kind, agreement.step)}
+    if agreement.kind == VOID:
+        allowed.add((agreement.seq, "step", agreement.step))
+    if not heads <= allowed:
         raise Disagreement(
             f"workers met in one agreement with different steps: {sorted(heads)}; does the loop "
             "leave early on some workers? use ctx.stop()"

@@ -16,15 +16,14 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic.agent.progress import WorkerPhase
 from elastic.errors import UserError
-from elastic.rng import seed_everything
-from elastic.step.agreement import LeafRecord, Outcome, Payload, conclude, pack_result
-from elastic.step.gradients import LeafFold
+from elastic.step.agreement import VOID, Outcome, Payload, conclude, kind_of, pack_result
+from elastic.step.compute import StepCompute
 from elastic.step.guard import checksums, difference
 from elastic.step.layout import StateLayout
 from elastic.step.optimizer import SegmentOptimizer, install_hyper
@@ -96,7 +95,7 @@ class Driver:
         # state
         self.layout: StateLayout | None = None
         self.optimizers: list[SegmentOptimizer] = []
-        self.fold: LeafFold | None = None
+        self.compute: StepCompute | None = None
         self.finished = torch.empty(0, dtype=torch.uint8)
         self.finished_constant = torch.empty(0, dtype=torch.uint8)
         self.initial_crc = ""
@@ -135,17 +134,11 @@ class Driver:
         self.agreed_generation = 0
         self.skipped = 0
         self.nonfinite_run = 0
+        self.overlap = config.overlap
         self.split: dict[str, float] = {}
         # the step under way
         self.plan: StepPlan | None = None
         self.leaf: int | None = None
-        self._records: dict[int, LeafRecord] = {}
-        self._hyper: list[Any] | None = None
-        self._scheduler_calls: dict[int, int] | None = None
-        self._scaler_updates: list[int] | None = None
-        self._clip: float | None = None
-        self._constant: torch.Tensor | None = None
-        self._started_at_s = 0.0
         self._unpublished: StepRecord | None = None
 
     # -- set-up -------------------------------------------------------------------------------
@@ -167,7 +160,9 @@ class Driver:
             SegmentOptimizer(optimizer, self.layout, self.finished)
             for optimizer in self.prepared.optimizers
         ]
-        self.fold = LeafFold(self.layout)
+        if self.compute is not None:
+            self.compute.tap.remove()
+        self.compute = StepCompute(self, self.layout)
         self.row_steps = [0] * self.layout.num_segments
         self.held.clear()
         self.gradients.clear()
@@ -201,115 +196,74 @@ class Driver:
 
     def begin(self, plan: StepPlan) -> None:
         """Start computing a step from its first leaf."""
-        assert self.fold is not None
-        assert self.layout is not None
+        assert self.compute is not None
         self._check_agreed()
         self.check_alive()
         self.plan = plan
-        self._records = {}
-        self._hyper = None
-        self._scheduler_calls = None
-        self._scaler_updates = None
-        self._clip = None
-        self._constant = None
-        self._started_at_s = time.monotonic()
-        share = self.shares[self.rank]
-        self.fold.begin(share.start, share.stop, self.num_leaves, plan.present)
+        self.compute.begin(plan)
         self.phase(WorkerPhase.COMPUTE)
 
     def leaves(self) -> range:
         """Return this worker's leaves of the step under way."""
-        assert self.plan is not None
-        share = self.shares[self.rank]
-        return range(share.start, max(share.start, min(share.stop, self.plan.present)))
+        assert self.compute is not None
+        return self.compute.leaves()
 
     def enter(self, leaf: int) -> None:
-        """Prepare the body of one micro-batch: random state, buffers, recorder."""
-        assert self.plan is not None
-        assert self.layout is not None
+        """Prepare the body of one micro-batch."""
+        assert self.compute is not None
         self.check_alive()
         self.leaf = leaf
-        self.layout.restore_buffers()
-        self.prepared.virtual.enter(leaf)
-        seed_everything(self.config.seed, self.plan.step, leaf)
-        self.prepared.recorder.open()
-        self.prepared.recorder.wants_hyper = leaf == 0
+        self.compute.enter(leaf)
 
     def leave(self, leaf: int) -> None:
         """Take the gradient and the records of one micro-batch."""
-        assert self.plan is not None
-        assert self.layout is not None
-        assert self.fold is not None
-        recorder = self.prepared.recorder
-        recorder.close()
+        assert self.compute is not None
         self.leaf = None
-        missing = set(range(len(self.prepared.optimizers))) - recorder.stepped
-        if missing:
-            raise UserError(
-                f"the loop body of step {self.plan.step - 1} did not call optimizer.step(); it is "
-                "called for every micro-batch here: use virtual_ranks or accumulate= for larger "
-                "batches, and ctx.evaluate for loops that do not train"
-            )
-        gradients: list[torch.Tensor | None] = [None] * len(self.layout.trainable)
-        for index, found in recorder.gradients.items():
-            flat = iter(found)
-            for group in self.prepared.optimizers[index].param_groups:
-                for parameter in group["params"]:
-                    gradients[self.layout.index_of[id(parameter)]] = next(flat)
-        self.fold.push(leaf, gradients, self.plan.weight(leaf))
-        self._records[leaf] = LeafRecord(
-            samples=self.plan.counts[leaf],
-            log=dict(recorder.log),
-            state=self.prepared.virtual.leave(leaf),
-        )
-        if leaf == 0:
-            self._hyper = recorder.hyper
-            self._scheduler_calls = recorder.scheduler_calls
-            self._scaler_updates = recorder.scaler_updates
-            self._clip = recorder.clip
-            if self.layout.has_buffers:
-                self.layout.reclaim_buffers()
-                self._constant = self.layout.live.clone()
+        self.compute.leave(leaf)
+
+    def abandon(self) -> None:
+        """Leave the step under way, because its generation is over."""
+        if self.compute is not None:
+            self.compute.abandon()
 
     # -- closing a step -------------------------------------------------------------------------
 
     def close(self) -> None:
         """Complete the step under way on all workers: exchange, agree, apply, gather."""
         assert self.plan is not None
-        assert self.exchange is not None
-        assert self.fold is not None
-        plan = self.plan
+        assert self.compute is not None
+        plan, compute = self.plan, self.compute
         computed_at_s = time.monotonic()
         self.phase(WorkerPhase.EXCHANGE)
         self.check_alive()
-        assert self.group is not None
-        exchange, nodes, constant = self.exchange, self.fold.nodes(), self._constant
-        self.group.run(lambda: exchange.reduce(nodes, plan.present, plan.total_weight, constant))
+        compute.finish()
         self.finish_healing()
         self.gradients = {s for s, who in enumerate(self.placement) if self.worker_id in who}
         self.gradient_step = plan.step
         exchanged_at_s = time.monotonic()
         payload = Payload(
-            norms=self._norms(),
-            touched=self.fold.touched,
-            leaves=self._records,
-            hyper=self._hyper,
-            scheduler_calls=self._scheduler_calls,
-            scaler_updates=self._scaler_updates,
-            clip=self._clip,
+            norms=compute.norms(),
+            touched=compute.fold.touched,
+            leaves=compute.records,
+            hyper=compute.hyper,
+            scheduler_calls=compute.scheduler_calls,
+            scaler_updates=compute.scaler_updates,
+            clip=compute.clip,
             pending_generation=self._known_generation(),
             stop=self.want_stop or self.control.stop_requested,
             save=self.want_save or self.control.take_save_request(),
             busy=self.save_busy(),
             guard=checksums(self, plan.step),
         )
-        self.agree("step", plan.step, payload)
+        self.agree(VOID if compute.changed else "step", plan.step, payload)
+        if self.step < plan.step:
+            return  # void: to be computed again
         agreed_at_s = time.monotonic()
         self.phase(WorkerPhase.GATHER)
         self.gather()
         self.after_step()
         self.split = {
-            "compute_ms": 1e3 * (computed_at_s - self._started_at_s),
+            "compute_ms": 1e3 * (computed_at_s - compute.started_at_s),
             "exchange_ms": 1e3 * (exchanged_at_s - computed_at_s),
             "agree_apply_ms": 1e3 * (agreed_at_s - exchanged_at_s),
             "gather_ms": 1e3 * (time.monotonic() - agreed_at_s),
@@ -369,25 +323,6 @@ class Driver:
         world = self.control.newest_world()
         return 0 if world is None else world.generation
 
-    def _norms(self) -> dict[int, float]:
-        assert self.layout is not None
-        mine = [
-            s
-            for s, who in enumerate(self.placement[: self.layout.num_trainable])
-            if who[0] == self.worker_id
-        ]
-        views: list[torch.Tensor] = []
-        owner: list[int] = []
-        for segment in mine:
-            for span in self.layout.spans(*self.layout.ranges[segment]):
-                views.append(self.finished[span.lo : span.hi].view(span.dtype))
-                owner.append(segment)
-        norms = torch._foreach_norm(views) if views else ()
-        out = dict.fromkeys(mine, 0.0)
-        for segment, norm in zip(owner, norms, strict=True):
-            out[segment] += float(norm) ** 2
-        return out
-
     # -- agreements -----------------------------------------------------------------------------
 
     def agree(self, kind: str, step: int, payload: Payload) -> Outcome:
@@ -400,7 +335,7 @@ class Driver:
         self.complete(
             Agreement(
                 seq=seq,
-                kind=kind,
+                kind=kind_of(payloads, kind),
                 step=step,
                 generation=self.generation,
                 result=pack_result(payloads),
@@ -422,11 +357,14 @@ class Driver:
         if agreement.kind == "step":
             self.phase(WorkerPhase.APPLY)
             self._apply(outcome, agreement)
+        elif agreement.kind == VOID:
+            self.gradients = set()
+            self.overlap = False  # the loop body changes gradients: do not take them early again
         elif agreement.kind == "close":
             self.position = self.position.after_close()
         elif agreement.kind == "evaluate":
             self.on_evaluated(outcome)
-        if outcome.stop:
+        if outcome.stop and agreement.kind != VOID:
             self.stopping = True
         if agreement.generation == self.generation and not self.formed:
             self.formed = True
@@ -456,9 +394,11 @@ class Driver:
         if outcome.finite:
             coefficient = outcome.clip_coefficient
             if coefficient is not None:
-                for segment in trainable:
-                    for span in self.layout.spans(*self.layout.ranges[segment]):
-                        self.finished[span.lo : span.hi].view(span.dtype).mul_(coefficient)
+                spans = [span for s in trainable for span in self.layout.segment_spans[s]]
+                if spans:
+                    torch._foreach_mul_(
+                        [self.finished[s.lo : s.hi].view(s.dtype) for s in spans], coefficient
+                    )
             for optimizer in self.optimizers:
                 optimizer.step(trainable, outcome.touched)
             self.nonfinite_run = 0
@@ -487,7 +427,7 @@ class Driver:
             index=self.position.index - 1,
             generation=agreement.generation,
             outcome=outcome,
-            started_at_s=self._started_at_s,
+            started_at_s=0.0 if self.compute is None else self.compute.started_at_s,
             agreed_at_s=time.monotonic(),
             lr=[float(v) for v in lr],
         )

@@ -63,6 +63,7 @@ class Extras:
             "lineage": [list(item) for item in driver.lineage],
             "skipped": driver.skipped,
             "nonfinite_run": driver.nonfinite_run,
+            "overlap": driver.overlap,
             "job": {
                 "virtual_ranks": driver.num_leaves // config.accumulate,
                 "accumulate": config.accumulate,
@@ -91,6 +92,7 @@ class Extras:
         driver.lineage = [list(item) for item in state["lineage"]]
         driver.skipped = state["skipped"]
         driver.nonfinite_run = state.get("nonfinite_run", 0)
+        driver.overlap = driver.config.overlap and state.get("overlap", True)
         driver.prepared.virtual.install(state.get("virtual_rank_state", {}))
         self.evaluations = list(state["evaluations"])
         self._unclaimed = dict(state["objects"])

@@ -182,6 +182,7 @@ class StateLayout:
         ]
         self.segments: tuple[Segment, ...] = cut(specs, num_segments)
         self.ranges = [self._range(segment) for segment in self.segments]
+        self.segment_spans = [list(self.spans(lo, hi)) for lo, hi in self.ranges]
         self.index_of = {id(e.tensor): i for i, e in enumerate(self.trainable)}
 
     @property

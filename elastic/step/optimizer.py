@@ -89,6 +89,7 @@ class SegmentOptimizer:
             for group in optimizer.param_groups
         ]
         self._pieces: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
 
     def owns(self, piece: Piece) -> bool:
         """Return True when the piece's parameter belongs to this optimizer."""
@@ -98,6 +99,7 @@ class SegmentOptimizer:
         """Hold exactly these trainable segments; state of others is dropped."""
         wanted = set(segments)
         for segment in [s for s in self._pieces if s not in wanted]:
+            del self._gradients[segment]
             for _, tensor in self._pieces.pop(segment):
                 self.inner.state.pop(tensor, None)
         for segment in sorted(wanted - self._pieces.keys()):
@@ -105,6 +107,10 @@ class SegmentOptimizer:
                 (piece, self._tensor(piece))
                 for piece in self._layout.segments[segment].pieces
                 if self.owns(piece) and piece.stop > piece.start
+            ]
+            self._gradients[segment] = [
+                self._layout.trainable[p.param].view(self._finished, p.start, p.stop)
+                for p, _ in self._pieces[segment]
             ]
         for group in self.inner.param_groups:
             group["params"] = []
@@ -126,12 +132,9 @@ class SegmentOptimizer:
         self._take_hyperparameters()
         wanted = set(segments)
         for segment, pieces in self._pieces.items():
-            for piece, tensor in pieces:
-                if segment in wanted and touched >> piece.param & 1:
-                    entry = self._layout.trainable[piece.param]
-                    tensor.grad = entry.view(self._finished, piece.start, piece.stop)
-                else:
-                    tensor.grad = None
+            for (piece, tensor), gradient in zip(pieces, self._gradients[segment], strict=True):
+                steps = segment in wanted and touched >> piece.param & 1
+                tensor.grad = gradient if steps else None
         with torch.no_grad():
             type(self.user).step(self.inner)
 

@@ -103,7 +103,7 @@ class Group:
         self._store: BootstrapStore | None = None
         self._cut = False
         self._built_or_cut = threading.Event()
-        self._changed = threading.Condition(self._lock)
+        self.changed = threading.Condition(self._lock)
         self._in_wait = False
         self._thread: threading.Thread | None = None
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -182,7 +182,7 @@ class Group:
                 self._store.interrupt()
             self._shut()
             self._built_or_cut.set()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     @property
     def is_cut(self) -> bool:
@@ -255,7 +255,7 @@ class Group:
 
     def wait(self, work: Any) -> None:
         """Wait for one started operation; only inside `run`."""
-        with self._changed:
+        with self.changed:
             if self._cut:
                 raise GroupBroken("the group is cut")
             self._in_wait = True
@@ -264,12 +264,23 @@ class Group:
             done = work.wait(self._timeout)
         except RuntimeError as error:
             problem, done = error, False
-        with self._changed:
+        with self.changed:
             self._in_wait = False
             if self._cut:
                 raise GroupBroken("the group is cut") from problem
         if not done:
             raise GroupBroken(str(problem)) from problem
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait until the main thread has made something true; only inside `run`.
+
+        Whoever makes it true notifies `changed`. Raises GroupBroken at the cut.
+        """
+        with self.changed:
+            while not (self._cut or ready()):
+                self.changed.wait()
+            if self._cut:
+                raise GroupBroken("the group is cut")
 
     # -- what may block -------------------------------------------------------------------------
 
@@ -300,9 +311,9 @@ class Group:
 
     def finish(self, task: Task[T]) -> T:
         """Wait for started work; returns its result, or raises GroupBroken at the cut."""
-        with self._changed:
+        with self.changed:
             while not task.done and not (self._cut and self._in_wait):
-                self._changed.wait()
+                self.changed.wait()
             if not task.done:
                 raise GroupBroken("the group is cut")
         return task.outcome()
@@ -313,9 +324,9 @@ class Group:
             if task is None:
                 return
             task.execute()
-            with self._changed:
+            with self.changed:
                 task.done = True
-                self._changed.notify_all()
+                self.changed.notify_all()
             del task
 
     # -- small collectives ------------------------------------------------------------------

@@ -122,7 +122,7 @@ def wander(random: Random, found: Found, max_world: int, max_segments: int, rule
         plan = judged_plan(start, num_segments, rules, found, per_host)
         if plan is None:
             return
-        kinds = tuple(random.choices(("step", "close", "evaluate"), (5, 1, 1), k=2))
+        kinds = tuple(random.choices(("step", "close", "evaluate", "void"), (5, 1, 1, 1), k=2))
         generation = Generation(start, plan, kinds, rules, rows_in_order=False)
         judge_generation(generation, found)
         cut = random_cut(generation, random)
