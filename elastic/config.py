@@ -82,6 +82,9 @@ class ElasticConfig:
     size. `auto`: twice the largest world. Fewer than the workers is refused; more than four times
     as many costs partial sums and gains nothing. Comes from the checkpoint on resume."""
 
+    balance: bool = True
+    """Whether slower workers get fewer virtual ranks, by measured time. The result is the same."""
+
     accumulate: int = 1
     """Micro-batches that each virtual rank runs per step. Multiplies the global batch."""
 

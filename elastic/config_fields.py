@@ -301,6 +301,7 @@ FIELDS: tuple[Field, ...] = (
     Field("bind", host, "HOST", "World"),
     Field("advertise", optional(host), "HOST", "World"),
     Field("virtual_ranks", optional(integer(1, 65536), "auto"), "N|auto", "Step", unset="auto"),
+    Field("balance", switch, "", "Step"),
     Field("accumulate", integer(1, 65536), "N", "Step"),
     Field("segments", or_word("parameter", integer(1, 65536)), "N|parameter", "Step"),
     Field("replicas", integer(1, 8), "N", "Step"),

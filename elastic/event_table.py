@@ -88,6 +88,7 @@ EVENTS: dict[str, EventSpec] = {
     ),
     "step.redone": _spec("step", "the step is computed again after a reshape"),
     "step.skipped": _spec("step reason", "the step changed no parameter"),
+    "shares.changed": _spec("counts before", "virtual ranks are shared out anew by measured speed"),
     "state.unclaimed": _spec("names", "restored state that no object has been registered for"),
     "evaluate.finished": _spec("values", "an evaluation is complete on all workers", "duration_s"),
     "hash.state": _spec("params optimizer rng cursor", "debug aid: digests of the state"),

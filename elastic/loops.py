@@ -193,10 +193,10 @@ class Engine:
         self, source: Callable[[], MicroBatches | None]
     ) -> Callable[[StepPlan], None]:
         """Return what lets loader processes work ahead, anew for each epoch and World."""
-        current: list[tuple[int, int]] = []
+        current: list[tuple[int, int, range]] = []
 
         def begin(plan: StepPlan) -> None:
-            key = (self.driver.generation, plan.epoch)
+            key = (self.driver.generation, plan.epoch, self._my_leaves())
             batches = source()
             if batches is not None and current != [key]:
                 current[:] = [key]

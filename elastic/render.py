@@ -31,6 +31,7 @@ NOTEWORTHY: frozenset[str] = frozenset(
         "restore.finished",
         "run.stopping",
         "signal.received",
+        "shares.changed",
         "state.unclaimed",
         "step.skipped",
         "stranger.refused",
@@ -253,6 +254,10 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
         f"step {r['step']} committed in {float(r['duration_s']):.3f} s  " + values(r["log"])
     ),
     "step.redone": lambda r: f"step {r['step']} is computed again",
+    "shares.changed": lambda r: (
+        "virtual ranks per worker, by measured speed: "
+        f"{' '.join(map(str, r['before']))} -> {' '.join(map(str, r['counts']))}"
+    ),
     "state.unclaimed": lambda r: (
         f"restored state that nothing has asked for: {', '.join(r['names'])}; "
         "it stays in checkpoints until something does"

@@ -58,6 +58,7 @@ class Payload:
         stop, save, busy: wishes; `busy` = no half of the arena is free.
         values: results of an evaluation, virtual rank -> name -> (sum, count).
         guard: what is equal on all workers that have it -> checksum.
+        seconds: how long this worker computed its micro-batches.
     """
 
     norms: Mapping[int, float] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Payload:
     busy: bool = False
     values: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     guard: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def encode(self, agreement_seq: int, kind: str, step: int) -> bytes:
         """Return the bytes this worker sends; what says nothing is left out."""
@@ -95,6 +97,7 @@ class Payload:
                 [v, [[k, s, c] for k, (s, c) in names.items()]] for v, names in self.values.items()
             ],
             "guard": dict(self.guard),
+            "seconds": self.seconds,
         }
         head = [agreement_seq, kind, step]
         packed: bytes = msgpack.packb(
@@ -120,6 +123,7 @@ class Outcome:
         values: evaluation results, name -> sum / count.
         states: leaf -> name -> new plain state of a virtual rank.
         unequal: what should be equal on all workers and is not, "" if nothing.
+        seconds: by rank, how long each worker computed.
     """
 
     norm: float
@@ -137,6 +141,7 @@ class Outcome:
     values: Mapping[str, float]
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     unequal: str = ""
+    seconds: Sequence[float] = ()
 
     @property
     def finite(self) -> bool:
@@ -218,6 +223,7 @@ def conclude(agreement: Agreement) -> Outcome:
         values=_means(values),
         states={i: record.state for i, record in leaves.items() if record.state},
         unequal=_unequal([row.get("guard", {}) for row in rows]),
+        seconds=tuple(row.get("seconds", 0.0) for row in rows),
     )
 
 

@@ -48,6 +48,8 @@ class StepCompute:
         self._reduction: Reduction | None = None
         self._task: Task[None] | None = None
         self.started_at_s = 0.0
+        self.seconds = 0.0
+        self._entered_at_s = 0.0
         self.records: dict[int, LeafRecord] = {}
         self.hyper: list[Any] | None = None
         self.scheduler_calls: dict[int, int] | None = None
@@ -75,6 +77,7 @@ class StepCompute:
         self.tap.changed = False
         self.tap.broken = None
         self.started_at_s = time.monotonic()
+        self.seconds = 0.0
         share = driver.shares[driver.rank]
         self.fold.begin(share.start, share.stop, driver.num_leaves, plan.present)
         self._reduction = driver.exchange.reduction(plan.present, plan.total_weight)
@@ -90,6 +93,7 @@ class StepCompute:
         driver, plan = self._driver, self._plan
         assert plan is not None
         assert driver.exchange is not None
+        self._entered_at_s = time.monotonic()
         self._layout.restore_buffers()
         driver.prepared.virtual.enter(leaf)
         seed_everything(driver.config.seed, plan.step, leaf)
@@ -131,6 +135,7 @@ class StepCompute:
             log=dict(recorder.log),
             state=driver.prepared.virtual.leave(leaf),
         )
+        self.seconds += time.monotonic() - self._entered_at_s
         if leaf == 0:
             self.hyper = recorder.hyper
             self.scheduler_calls = recorder.scheduler_calls

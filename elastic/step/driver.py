@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from elastic.config import ElasticConfig
     from elastic.events import EventLog
     from elastic.membership.messages import World
+    from elastic.step.balance import Balance
     from elastic.step.control import Control
     from elastic.step.exchange import Exchange
     from elastic.step.prepared import Prepared
@@ -107,6 +109,8 @@ class Driver:
         self.size = 1
         self.placement: tuple[tuple[str, ...], ...] = ()
         self.shares: tuple[range, ...] = ()
+        self.balance: Balance | None = None
+        self.fresh_times = False
         # the protocol
         self.fresh = True
         self.seq = 0
@@ -199,9 +203,30 @@ class Driver:
         assert self.compute is not None
         self._check_agreed()
         self.check_alive()
+        self._rebalance()
         self.plan = plan
         self.compute.begin(plan)
         self.phase(WorkerPhase.COMPUTE)
+
+    def _rebalance(self) -> None:
+        """Share micro-batches out anew if the agreed times of the last steps call for it."""
+        outcome, exchange = self.outcome, self.exchange
+        if not (self.config.balance and self.fresh_times and outcome is not None):
+            return
+        self.fresh_times = False
+        assert exchange is not None
+        assert self.balance is not None
+        each = self.config.accumulate
+        counts = [len(share) // each for share in self.shares]
+        self.balance.observe(outcome.seconds, counts)
+        wanted = self.balance.decide(counts)
+        if wanted is None:
+            return
+        starts = [sum(wanted[:rank]) * each for rank in range(self.size + 1)]
+        self.shares = tuple(range(a, b) for a, b in pairwise(starts))
+        exchange.share_out(self.shares)
+        if self.rank == 0:
+            self.events.emit("shares.changed", counts=wanted, before=counts)
 
     def leaves(self) -> range:
         """Return this worker's leaves of the step under way."""
@@ -254,10 +279,13 @@ class Driver:
             save=self.want_save or self.control.take_save_request(),
             busy=self.save_busy(),
             guard=checksums(self, plan.step),
+            seconds=compute.seconds,
         )
+        self.fresh_times = False
         self.agree(VOID if compute.changed else "step", plan.step, payload)
         if self.step < plan.step:
             return  # void: to be computed again
+        self.fresh_times = plan.present == self.num_leaves
         agreed_at_s = time.monotonic()
         self.phase(WorkerPhase.GATHER)
         self.gather()

@@ -91,6 +91,11 @@ class Exchange:
         self._rows_landing: dict[int, torch.Tensor] = {}
         self.bytes_sent = 0
 
+    def share_out(self, shares: Sequence[range]) -> None:
+        """Change who computes which leaves, between two steps, on all workers alike."""
+        self.shares = shares
+        self.landing.clear()  # it is kept by tree node, and those change
+
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Any:
         """Start sending and count the bytes."""
         self.bytes_sent += tensor.numel()

@@ -17,6 +17,7 @@ import msgpack
 
 from elastic.agent.progress import WorkerPhase
 from elastic.errors import Fenced, Misconfigured
+from elastic.step.balance import Balance
 from elastic.step.bootstrap_client import BootstrapStore
 from elastic.step.exchange import Exchange
 from elastic.step.heal import transfer_rows, transfer_state
@@ -317,6 +318,8 @@ class Reformer:
         driver.shares = tuple(
             range(share.start * accumulate, share.stop * accumulate) for share in shares
         )
+        driver.balance = Balance(len(shares))
+        driver.fresh_times = False
         rank_of = driver.rank_of()
         driver.exchange = Exchange(
             group=group,

@@ -185,6 +185,16 @@ def test_stop_ends_all_workers_after_the_same_step() -> None:
     assert sorted(committed(events)) == list(range(1, 11)), "the last step is committed too"
 
 
+def test_a_slow_worker_gets_fewer_micro_batches_and_the_bits_stay() -> None:
+    value, events = run(3, steps=24, pause_s=0.01, slow_rank=1)
+    assert value == undisturbed(steps=24)
+    changes = [e for e in events if e["event"] == "shares.changed"]
+    assert changes, "the slow worker was seen"
+    assert changes[0]["before"] == [3, 3, 2]
+    assert changes[-1]["counts"][1] == min(changes[-1]["counts"]) < 3
+    assert sum(changes[-1]["counts"]) == 8
+
+
 def test_a_nan_gradient_skips_the_step_on_all_workers() -> None:
     value, events = run(3, steps=12, poison_at=5)
     assert value == undisturbed(steps=12, poison_at=5)

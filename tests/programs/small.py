@@ -87,6 +87,7 @@ def train(
     poison_at: int | None = None,
     evaluate_first: bool = False,
     evaluate_s: float = 0.0,
+    slow_rank: int | None = None,
 ) -> dict[str, Any]:
     """Train by steps or by epochs; returns what has to be equal in every World."""
     built = net() if model == "net" else Odd()
@@ -113,7 +114,8 @@ def train(
         opt.zero_grad()
         ctx.log(loss=loss)
         if pause_s:
-            time.sleep(pause_s)  # sleep: makes a step long enough to be hit
+            slower = 4 if ctx.rank == slow_rank else 1
+            time.sleep(pause_s * slower)  # sleep: a step long enough to be hit, a slow worker
 
     def accuracy() -> dict[str, float]:
         def measure(batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -130,6 +130,8 @@ SAMPLES = {
     "values": {"accuracy": 0.9},
     "report": [],
     "names": ["averaged"],
+    "counts": [1, 3],
+    "before": [2, 2],
     "worker_id": "n-1.0-abcdef",
     "generation": 1,
 }
