@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,17 +78,19 @@ def ls(url: str, as_json: bool) -> None:  # noqa: FBT001
     with _tier(url) as tier:
         found = survey(tier)
     if as_json:
-        _print_json({"url": url, "checkpoints": [_row(each) for each in found]})
+        _print_json({"url": url, "checkpoints": [_row(each, found) for each in found]})
         return
     if not found:
         click.echo(f"there is no checkpoint in {url}")
         return
     table = [("STEP", "GENERATION", "PACKS", "SIZE", "STATE")]
     for each in found:
-        row = _row(each)
+        row = _row(each, found)
         size = "-" if row["bytes"] is None else _human(row["bytes"])
         packs = "-" if row["packs"] is None else str(row["packs"])
-        table.append((str(each.step), str(each.generation), packs, size, row["state"]))
+        values = "  ".join(f"{name} {value:.6g}" for name, value in row["values"].items())
+        state = f"{row['state']}  {values}".rstrip()
+        table.append((str(each.step), str(each.generation), packs, size, state))
     widths = [max(len(row[i]) for row in table) for i in range(5)]
     for line in table:
         cells = [line[i].rjust(widths[i]) for i in range(4)]
@@ -159,7 +161,7 @@ def verify(url: str, step: int | None, as_json: bool) -> None:  # noqa: FBT001
         total = sum(f.manifest.nbytes for f in found if f.manifest is not None)
         with _progress(total, quiet=as_json) as advance:
             for each in found:
-                row = _row(each)
+                row = _row(each, found)
                 if each.manifest is None:
                     row["damage"] = [{"object": "manifest.json", "problem": each.problem}]
                     row["strays"] = []
@@ -247,7 +249,7 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found, found_all: Sequence[Found]) -> dict[str, Any]:
     manifest: Manifest | None = found.manifest
     if not found.committed:
         state = "not committed"
@@ -262,7 +264,24 @@ def _row(found: Found) -> dict[str, Any]:
         "packs": None if manifest is None else len(manifest.packs),
         "bytes": None if manifest is None else manifest.nbytes,
         "job": None if manifest is None else manifest.job,
+        "values": {} if manifest is None else _values_at(manifest.step, found_all),
     }
+
+
+def _values_at(step: int, found_all: Sequence[Found]) -> dict[str, float]:
+    """Return what a training run logged for a step and found when it evaluated there.
+
+    An evaluation may be made after its step was saved: then a later checkpoint knows of it.
+    """
+    values: dict[str, float] = {}
+    for each in found_all:
+        extra = {} if each.manifest is None else each.manifest.extra
+        if each.step == step:
+            values.update(extra.get("log", {}))
+        for evaluation in extra.get("evaluations", ()):
+            if evaluation["step"] == step:
+                values.update(evaluation["values"])
+    return values
 
 
 def _plain_damage(damage: Any) -> dict[str, Any]:

@@ -243,8 +243,15 @@ class Context:
         recorder.clip = float(max_norm)
 
     def save(self) -> SaveHandle:
-        """Ask for a checkpoint of this step; returns a handle with `wait()`."""
-        return self._engine.checkpoints.ask()
+        """Ask for a checkpoint of this step; between steps, of the last one as it is now.
+
+        Returns a handle with `wait()`, which is for places between steps and to be called by all
+        workers alike; `ctx.save()` itself may be called by any of them.
+        """
+        engine = self._engine
+        if self._driver.leaf is None and engine.program_step < self._driver.step:
+            return engine.checkpoints.past(max(0, engine.program_step))
+        return engine.checkpoints.ask()
 
     # -- registered state and functions -------------------------------------------------------
 

@@ -7,6 +7,7 @@ again, newly shared out; user code needs no `try`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.agent.progress import WorkerPhase
@@ -40,6 +41,7 @@ class Engine:
         self.driver = driver
         self.reformer = reformer
         self.checkpoints = checkpoints
+        checkpoints.agree_to_save = self.agree_to_save
         self.sync: Callable[[], None] = lambda: None
         self.epochs_total: int | None = None
         self._told_total: int | None = None
@@ -135,6 +137,15 @@ class Engine:
         """
         self.agree("close" if at_end else "halt", self._plain_payload)
         self.driver.phase(WorkerPhase.BETWEEN)
+
+    def agree_to_save(self) -> None:
+        """Save the last step now; all workers have asked for it and wait."""
+        self.agree("save", self._save_payload)
+
+    def _save_payload(self) -> Payload:
+        payload = self._plain_payload()
+        busy = self.checkpoints.busy()
+        return replace(payload, save_last=self.driver.want_save_last, busy=busy)
 
     def _plain_payload(self) -> Payload:
         driver = self.driver

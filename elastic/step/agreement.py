@@ -56,6 +56,7 @@ class Payload:
         clip: (max_norm) given to `ctx.clip_grad_norm_`, from the worker of leaf 0.
         pending_generation: the newest World this worker knows.
         stop, save, busy: wishes; `busy` = no half of the arena is free.
+        save_last: wish to save the step before this agreement, as it is now.
         values: results of an evaluation, virtual rank -> name -> (sum, count).
         guard: what is equal on all workers that have it -> checksum.
         seconds: how long this worker computed its micro-batches.
@@ -71,6 +72,7 @@ class Payload:
     pending_generation: int = 0
     stop: bool = False
     save: bool = False
+    save_last: bool = False
     busy: bool = False
     values: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     guard: Mapping[str, int] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Payload:
             "generation": self.pending_generation,
             "stop": self.stop,
             "save": self.save,
+            "save_last": self.save_last,
             "busy": self.busy,
             "values": [
                 [v, [[k, s, c] for k, (s, c) in names.items()]] for v, names in self.values.items()
@@ -137,6 +140,7 @@ class Outcome:
     next_generation: int
     stop: bool
     save: bool
+    save_last: bool
     busy: bool
     values: Mapping[str, float]
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -219,6 +223,7 @@ def conclude(agreement: Agreement) -> Outcome:
         next_generation=min(row.get("generation", 0) for row in rows),
         stop=any(row.get("stop", False) for row in rows),
         save=any(row.get("save", False) for row in rows),
+        save_last=any(row.get("save_last", False) for row in rows),
         busy=any(row.get("busy", False) for row in rows),
         values=_means(values),
         states={i: record.state for i, record in leaves.items() if record.state},

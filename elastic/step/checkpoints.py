@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.arena import Arena
 from elastic.agent.progress import WorkerPhase
+from elastic.errors import UserError
 from elastic.step.saving import pieces_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic.step.agreement import Outcome
     from elastic.step.driver import Driver
     from elastic.step.extras import Extras
@@ -26,14 +29,16 @@ _HALF_SLACK_BYTES = 1 << 20
 class SaveHandle:
     """A request for a checkpoint, answered when it is durable.
 
-    `wait` must not be called inside a step: the step has to end before anything is saved.
+    `wait` inside a step is refused: the step has to end before anything is saved. Between steps all
+    workers have to call it alike, as they call `ctx.evaluate`.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.ok: bool | None = None
         self.error: str | None = None
-        self._poll: Any = None
+        self._poll: Callable[[], None] = lambda: None
+        self._hurry: Callable[[SaveHandle], None] = lambda _handle: None
 
     @property
     def done(self) -> bool:
@@ -43,6 +48,7 @@ class SaveHandle:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the checkpoint is committed; False when it failed or time ran out."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._hurry(self)
         while self.ok is None and time.monotonic() < deadline:
             self._poll()
         return bool(self.ok)
@@ -69,6 +75,8 @@ class Checkpoints:
         self._retry = False
         self.last_staged = 0
         self.last_committed = 0
+        self.agree_to_save: Callable[[], None] = lambda: None
+        driver.on_save_last = self.save_last
 
     # -- wishes -------------------------------------------------------------------------------
 
@@ -76,13 +84,50 @@ class Checkpoints:
         """Ask for a checkpoint of the step under way; several asks in a step are one."""
         handle = SaveHandle()
         handle._poll = self._wait_message
+        handle._hurry = self._hurry
+        driver = self._driver
         if not self.enabled:
             handle.ok = False
             handle.error = "the job has no checkpoint directory (checkpoint=)"
-            return handle
-        self._driver.want_save = True
-        self._asked.append(handle)
+        elif driver.leaf is not None:
+            driver.want_save = True
+            self._asked.append(handle)
+        elif driver.step == 0:
+            handle.ok = False
+            handle.error = "there is nothing to save before the first step"
+        elif self.last_staged == driver.step:
+            self._attach(handle)
+        else:
+            driver.want_save_last = True
+            self._asked.append(handle)
         return handle
+
+    @staticmethod
+    def past(step: int) -> SaveHandle:
+        """Answer a joiner that passes a place of the program where the others have saved."""
+        handle = SaveHandle()
+        handle.step, handle.ok = step, True
+        return handle
+
+    def _attach(self, handle: SaveHandle) -> None:
+        """Answer for a step that was staged before."""
+        step, key = self.last_staged, (self.last_staged, self._driver.agreed_generation)
+        if self.last_committed >= step:
+            handle.step, handle.ok = step, True
+        else:
+            self._unfinished.setdefault(key, []).append(handle)
+
+    def _hurry(self, handle: SaveHandle) -> None:
+        """Let a wait between steps not wait for a step that may never come."""
+        if self._driver.leaf is not None:
+            raise UserError(
+                "wait() of ctx.save() was called inside the step that is to be saved; call it "
+                "after the loop, or between epochs"
+            )
+        while handle in self._asked:
+            self.agree_to_save()
+            if handle in self._asked:  # no half of the arena is free yet, on all workers alike
+                self._wait_message()
 
     def wish(self) -> bool:
         """Return True when this worker wants the step under way to be saved (by time, by retry)."""
@@ -107,8 +152,15 @@ class Checkpoints:
             return
         every = self._driver.config.save_every_steps
         due = outcome.save or (every is not None and step % every == 0)
-        if not due:
-            return
+        if due:
+            self._save(outcome, step)
+
+    def save_last(self, outcome: Outcome) -> None:
+        """Stage the step before the one that is agreed on, as asked for between the two."""
+        if self.enabled and self.last_staged != self._driver.step:
+            self._save(outcome, self._driver.step)
+
+    def _save(self, outcome: Outcome, step: int) -> None:
         if outcome.busy:
             self._driver.events.emit(
                 "checkpoint.skipped",

@@ -129,6 +129,8 @@ class Driver:
         self.stopping = False
         self.want_stop = False
         self.want_save = False
+        self.want_save_last = False
+        self.on_save_last: Callable[[Outcome], None] = lambda _outcome: None
         self.save_busy: Callable[[], bool] = lambda: False
         self.on_outcome: Callable[[Outcome, int], None] = lambda _outcome, _step: None
         self.on_formed: Callable[[], None] = lambda: None
@@ -136,6 +138,7 @@ class Driver:
         self.step_functions: list[Callable[[], None]] = []
         self.lineage: list[list[int]] = []
         self.agreed_generation = 0
+        self.step_log: dict[str, float] = {}
         self.skipped = 0
         self.nonfinite_run = 0
         self.overlap = config.overlap
@@ -277,6 +280,7 @@ class Driver:
             pending_generation=self._known_generation(),
             stop=self.want_stop or self.control.stop_requested,
             save=self.want_save or self.control.take_save_request(),
+            save_last=self.want_save_last,
             busy=self.save_busy(),
             guard=checksums(self, plan.step),
             seconds=compute.seconds,
@@ -382,6 +386,10 @@ class Driver:
         self.agreement = agreement
         self.seq = agreement.seq
         self.outcome = outcome
+        if outcome.save_last and agreement.generation == self.generation:
+            self.on_save_last(outcome)
+        if agreement.kind in ("step", "save"):
+            self.want_save_last = False
         if agreement.kind == "step":
             self.phase(WorkerPhase.APPLY)
             self._apply(outcome, agreement)
@@ -445,6 +453,7 @@ class Driver:
             del self.held[segment]  # moved away in this generation, and its copy is confirmed
         self.gradients = set()
         self.step = step
+        self.step_log = dict(outcome.log)
         self.agreed_generation = agreement.generation
         self.position = self.position.after_step()
         self.want_stop = False

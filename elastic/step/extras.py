@@ -55,6 +55,7 @@ class Extras:
             "version": VERSION,
             "step": driver.step,
             "position": driver.position.to_dict(),
+            "log": dict(driver.step_log),
             "evaluations": list(self.evaluations),
             "schedulers": schedulers,
             "objects": objects,
@@ -90,6 +91,7 @@ class Extras:
         driver = self._driver
         driver.position = Position.from_dict(state["position"])
         driver.lineage = [list(item) for item in state["lineage"]]
+        driver.step_log = dict(state.get("log", {}))
         driver.skipped = state["skipped"]
         driver.nonfinite_run = state.get("nonfinite_run", 0)
         driver.overlap = driver.config.overlap and state.get("overlap", True)

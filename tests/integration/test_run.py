@@ -107,7 +107,7 @@ def whole(**train: Any) -> dict[str, Any]:
 
 def resumed(value: dict[str, Any]) -> dict[str, Any]:
     """Leave out what a train function keeps in its own variables, which begin anew."""
-    return {key: item for key, item in value.items() if key != "curve"}
+    return {key: item for key, item in value.items() if key not in ("curve", "saved")}
 
 
 _WHOLE: dict[str, dict[str, Any]] = {}
@@ -173,6 +173,24 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert 10 in [e["step"] for e in events if e["event"] == "restore.finished"]
     problems = [e["error"] for e in events if e["event"] == "checkpoint.failed"]
     assert any(packs[1].name in problem for problem in problems), problems
+
+
+def test_a_save_between_epochs_is_of_the_state_that_was_evaluated(tmp_path: Path) -> None:
+    told = job(tmp_path, nproc=3, checkpoint="ckpt", train={"epochs": 2, "save_epochs": True})
+    assert told["value"]["saved"] == [[True, 7], [True, 14]]
+    listed = subprocess.run(
+        [sys.executable, "-m", "ckpt.cli", "ls", "--json", "ckpt"],
+        cwd=tmp_path, env=environ(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = {row["step"]: row for row in json.loads(listed.stdout)["checkpoints"]}
+    curve = told["value"]["curve"]
+    assert [rows[7]["values"]["accuracy"], rows[14]["values"]["accuracy"]] == [
+        curve[0][1],
+        curve[1][1],
+    ]
+    assert rows[7]["values"]["loss"] > 0
+    value = job(tmp_path, nproc=2, checkpoint="ckpt", resume=7, train={"epochs": 2})["value"]
+    assert resumed(value) == resumed(whole(epochs=2))
 
 
 def test_hidden_state_comes_back_and_what_nobody_claims_is_told(tmp_path: Path) -> None:

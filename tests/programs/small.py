@@ -73,6 +73,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def save_here(ctx: Any) -> list[Any]:
+    """Save between steps; whether it is durable and of which step it is."""
+    handle = ctx.save()
+    return [handle.wait(60.0), handle.step]
+
+
 def train(
     ctx: Any,
     *,
@@ -88,6 +94,7 @@ def train(
     evaluate_first: bool = False,
     evaluate_s: float = 0.0,
     slow_rank: int | None = None,
+    save_epochs: bool = False,
 ) -> dict[str, Any]:
     """Train by steps or by epochs; returns what has to be equal in every World."""
     built = net() if model == "net" else Odd()
@@ -124,12 +131,14 @@ def train(
 
         return ctx.evaluate(measure, held_out)
 
+    saved: list[list[Any]] = []
     curve = [accuracy()] if evaluate_first else []
-    if epochs:
-        for epoch in ctx.epochs(epochs):
-            for x, y in loader:
-                body(x, y)
-            curve.append([epoch, accuracy()["accuracy"]])
+    for epoch in ctx.epochs(epochs) if epochs else ():
+        for x, y in loader:
+            body(x, y)
+        curve.append([epoch, accuracy()["accuracy"]])
+        if save_epochs:
+            saved.append(save_here(ctx))
     for _ in ctx.steps(steps) if steps else ():
         x, y = next(loader)
         body(x, y)
@@ -139,5 +148,6 @@ def train(
         "lr": opt.param_groups[0]["lr"],
         "step": ctx.step,
         "curve": curve,
+        "saved": saved,
         "tied": model != "odd" or built.output.weight is built.embed.weight,
     }
