@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -38,9 +39,10 @@ ABORT_S = 10.0
 
 
 class Journal:
-    """Which uploads are open, on disk, for the case that we are killed."""
+    """Which uploads are open, on disk, for the case that we are killed. Safe to use from threads."""
 
     def __init__(self, directory: Path, url: str) -> None:
+        self._lock = threading.Lock()
         self._directory = directory
         self._url = url
         self._fd = -1
@@ -49,21 +51,20 @@ class Journal:
 
     def begin(self, key: str) -> None:
         """The object `key` may have parts from now on. Durable when this returns."""
-        if self._fd < 0:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-            self._fd = os.open(self._path, flags, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-        self._open.add(key)
-        self._write({"begin": key, "url": self._url})
+        with self._lock:
+            if self._fd < 0:
+                self._fd = self._create()
+            self._open.add(key)
+            self._write({"begin": key, "url": self._url})
 
     def end(self, key: str) -> None:
         """The object `key` has no open parts any more."""
-        self._open.discard(key)
-        if self._open:
-            self._write({"end": key})
-        else:
-            os.ftruncate(self._fd, 0)
+        with self._lock:
+            self._open.discard(key)
+            if self._open:
+                self._write({"end": key})
+            else:
+                os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
         """Let go of the journal; it stays only if an upload is open."""
@@ -92,6 +93,26 @@ class Journal:
                 continue
             finally:
                 os.close(fd)
+
+    def _create(self) -> int:
+        """Make the file and lock it; a sweep between the two may have taken it for an orphan."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        while True:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = os.open(self._path, flags, 0o600)
+            except FileNotFoundError:
+                continue  # another owner has just removed the directory with its last journal
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.stat(self._path).st_ino == os.fstat(fd).st_ino:
+                    return fd
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
 
     def _orphan(self, path: Path) -> Iterator[tuple[Path, list[str]]]:
         keys: dict[str, None] = {}
@@ -131,7 +152,7 @@ class Uploader:
         else:
             await asyncio.to_thread(self._journal.begin, key)
             if await self._put_parts(key, source, part_bytes):
-                self._journal.end(key)
+                await asyncio.to_thread(self._journal.end, key)
         await self._check_size(key, source.size)
 
     async def abort(self, key: str, *, deadline_s: float = ABORT_S) -> int:

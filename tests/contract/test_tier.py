@@ -292,6 +292,34 @@ def test_a_journal_without_open_uploads_does_not_stay(tmp_path, s3):
     assert not (tmp_path / "j").exists()
 
 
+def test_uploads_that_begin_at_once_share_one_journal(tmp_path):
+    for number in range(50):
+        directory = tmp_path / str(number)
+        journal = Journal(directory, "s3://one")
+        sweeper = Journal(directory, "s3://one")
+        start = threading.Barrier(5)
+
+        def begin(key: str, start=start, journal=journal) -> None:
+            start.wait(10)
+            journal.begin(key)
+
+        def sweep(start=start, sweeper=sweeper) -> list[list[str]]:
+            start.wait(10)
+            found = []
+            for path, keys in sweeper.orphans():
+                path.unlink()
+                found.append(keys)
+            return found
+
+        with ThreadPoolExecutor(5) as pool:
+            swept = pool.submit(sweep)
+            for future in [pool.submit(begin, key) for key in "abcd"]:
+                future.result(10)
+            assert [keys for keys in swept.result(10) if keys] == []
+        journal.close()
+        assert [sorted(keys) for _, keys in sweeper.orphans()] == [["a", "b", "c", "d"]]
+
+
 def test_a_journal_of_another_store_is_left_to_its_own_sweeper(tmp_path):
     journal = Journal(tmp_path, "s3://one")
     journal.begin("k")

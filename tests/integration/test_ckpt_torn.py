@@ -35,6 +35,7 @@ async def save_and_kill(saves, workers, state, step, kill_after_s):
     final = "remote" if saves.remote else "local"
     ordered = False
     while not saves.of("died"):
+        assert saves.of("failed") == []
         entries = {e["worker_id"]: e["entry"] for e in saves.of("written", step=step)}
         if len(entries) == len(workers) and not ordered and saves.service.running:
             ordered = True
