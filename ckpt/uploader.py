@@ -39,7 +39,7 @@ ABORT_S = 10.0
 
 
 class Journal:
-    """Which uploads are open, on disk, for the case that we are killed. Safe to use from threads."""
+    """Which uploads are open, on disk, for the case that we are killed; safe in many threads."""
 
     def __init__(self, directory: Path, url: str) -> None:
         self._lock = threading.Lock()
