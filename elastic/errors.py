@@ -43,7 +43,7 @@ MEANINGS: dict[int, str] = {
     ExitCode.FENCED: "fenced: the others went on without this member",
     ExitCode.BELOW_MINIMUM: "fewer nodes than the minimum for too long",
     ExitCode.USER_CODE: "the train function failed",
-    ExitCode.STORAGE: "a save that must not fail failed",
+    ExitCode.STORAGE: "storage: no checkpoint can be read, or a save that must not fail failed",
     ExitCode.INFRASTRUCTURE: "infrastructure failed",
 }
 

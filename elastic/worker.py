@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch._dynamo  # the first optimizer imports it: seconds that a forked worker need not pay
 
+import ckpt
 from elastic.agent.progress import ProgressPage, WorkerPhase
 from elastic.config import ElasticConfig
 from elastic.context import Context
@@ -277,6 +278,8 @@ class Worker:
         kind = "user"
         if isinstance(error, Misconfigured):
             kind = "misconfigured"
+        elif isinstance(error, ckpt.CheckpointError) and _asked_by_us(error):
+            kind = "misconfigured" if isinstance(error, ckpt.Misconfigured) else "storage"
         elif not isinstance(error, UserError) and _raised_by_us(error):
             kind = "internal"
         step = 0 if self.driver is None else self.driver.step
@@ -333,6 +336,14 @@ def _raised_by_us(error: BaseException) -> bool:
         frame = frame.tb_next
     home = str(Path(__file__).resolve().parent)
     return frame.tb_frame.f_code.co_filename.startswith(home + os.sep)
+
+
+def _asked_by_us(error: ckpt.CheckpointError) -> bool:
+    """Return True when this package called ckpt, and not the training function by itself."""
+    ours, theirs = (str(Path(p).resolve().parent) + os.sep for p in (__file__, ckpt.__file__))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    callers = [file for file in files if not file.startswith(theirs)]
+    return bool(callers) and callers[-1].startswith(ours)
 
 
 def _device(config: ElasticConfig, slot: int) -> torch.device:

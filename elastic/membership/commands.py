@@ -58,6 +58,7 @@ class FailureKind(StrEnum):
 
     USER = "user"
     MISCONFIGURED = "misconfigured"
+    STORAGE = "storage"
     INTERNAL = "internal"
 
 

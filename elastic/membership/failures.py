@@ -63,6 +63,8 @@ class Death:
         match failure.kind:
             case FailureKind.MISCONFIGURED:
                 return failure.message or failure.error
+            case FailureKind.STORAGE:
+                return f"worker {self.worker_id} could not restore: {said or failure.error}"
             case FailureKind.INTERNAL:
                 return f"worker {self.worker_id} failed in the runtime at step {self.step}: {what}"
             case FailureKind.USER:
@@ -167,6 +169,8 @@ def exit_code_for(death: Death) -> int:
     match kind:
         case FailureKind.MISCONFIGURED:
             return ExitCode.MISCONFIGURED
+        case FailureKind.STORAGE:
+            return ExitCode.STORAGE
         case FailureKind.INTERNAL:
             return ExitCode.INFRASTRUCTURE
         case FailureKind.USER:

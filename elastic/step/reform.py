@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+import ckpt
 from elastic.agent.progress import WorkerPhase
 from elastic.errors import Fenced, Misconfigured
 from elastic.step.balance import Balance
@@ -239,8 +240,9 @@ class Reformer:
                 return
             restorer.reject(said[0])
             if not restorer.accept(group.gather_bytes(self._chosen_by_first(group))[0]):
-                raise Misconfigured(
-                    f"no checkpoint can be restored from: {said[0]}",
+                raise ckpt.Corrupt(
+                    f"no checkpoint is whole: {said[0]}",
+                    kind="no-checkpoint",
                     hint="look at each with `ckpt verify`, or start anew with resume='fresh'",
                 )
 

@@ -147,7 +147,7 @@ class Restorer:
                 states.append((index, segment, found))
         try:
             checkpoint.read_into(requests)
-        except ckpt.Corrupt as error:
+        except (ckpt.Corrupt, ckpt.NotFound) as error:
             self._damaged = checkpoint.step
             return str(error)
         self._copies, self._states, self._read_s = copies, states, time.monotonic() - began_s

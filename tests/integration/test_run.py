@@ -175,6 +175,18 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert any(packs[1].name in problem for problem in problems), problems
 
 
+@pytest.mark.parametrize("damage", ["a pack is gone", "a pack cannot be read"])
+def test_a_checkpoint_that_cannot_be_read_is_told_by_its_code(tmp_path: Path, damage: str) -> None:
+    job(tmp_path, checkpoint="ckpt", train={"steps": 4})
+    pack = sorted((tmp_path / "ckpt").glob("step-*/*/packs/*.pack"))[0]
+    pack.unlink()
+    if damage == "a pack cannot be read":
+        pack.mkdir()
+    options = {**QUIET, "checkpoint": "ckpt", "train": {"steps": 6}}
+    code, sentence = refused(tmp_path, str(JOB), json.dumps(options))
+    assert (code, pack.name in sentence) == (6, True), sentence
+
+
 def test_a_save_between_epochs_is_of_the_state_that_was_evaluated(tmp_path: Path) -> None:
     told = job(tmp_path, nproc=3, checkpoint="ckpt", train={"epochs": 2, "save_epochs": True})
     assert told["value"]["saved"] == [[True, 7], [True, 14]]
