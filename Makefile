@@ -1,12 +1,12 @@
 # Everstep. `make demo` and `make test` do all the set-up they need; nothing else has to be installed.
 #
 # Time of `.ci/run` (make check test) on 2 cores: at most 45 minutes, shared out as
-#   unit, property, transcripts, tidy    6 min   one second for most files; no process, no torch where it can be
+#   unit, property, transcripts, tidy    8 min   one second for most files; no process, no torch where it can be
 #   contract                             4 min   each Coord and each tier, the real servers among them
 #   integration                         15 min   real agents, workers, etcd and gloo on loopback
 #   demo smoke                           4 min   `make demo` at its smallest
 #   chaos                                6 min   three seeds of a minute, judged
-#   reserve                             10 min   set-up of .venv, format, lint, types, a busy machine
+#   reserve                              8 min   set-up of .venv, format, lint, types, a busy machine
 # The suite prints what each folder took beside its part (tests/conftest.py).
 
 PYTHON ?= python3

@@ -47,6 +47,19 @@ class Found:
             f"{self.outcomes} outcomes; lost: {dict(self.lost)}; wrong: {dict(self.violations)}"
         )
 
+    def add(self, other: Found) -> None:
+        """Take in what another search has found."""
+        self.starts += other.starts
+        self.cuts += other.cuts
+        self.cases += other.cases
+        self.outcomes += other.outcomes
+        self.lost += other.lost
+        self.violations += other.violations
+        self.examples = (self.examples + other.examples)[:5]
+        self.most_redone = max(self.most_redone, other.most_redone)
+        self.met += other.met
+        self.failed_history = self.failed_history or other.failed_history
+
     def wrong(self, what: str, start: Start) -> None:
         self.violations[what] += 1
         if len(self.examples) < 5:

@@ -15,8 +15,11 @@ import argparse
 import sys
 import time
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
+from multiprocessing import get_context
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -95,16 +98,34 @@ def search(limits: Limits, rules: Rules | None = None) -> Found:
 
 
 def wander_many(
-    histories: int, seed: int, *, max_world: int, max_segments: int, rules: Rules | None = None
+    histories: int | range,
+    seed: int,
+    *,
+    max_world: int,
+    max_segments: int,
+    rules: Rules | None = None,
 ) -> Found:
     """Follow random histories; each has a generator of its own, so one can be followed alone."""
     found = Found()
-    for number in range(histories):
+    for number in range(histories) if isinstance(histories, int) else histories:
         random = Random(f"{seed}:{number}")
         wander(random, found, max_world, max_segments, rules or Rules())
         if found.violations:
             found.failed_history = f"{seed}:{number}"
             break
+    return found
+
+
+def wander_in_processes(
+    histories: int, seed: int, *, max_world: int, max_segments: int, share: int = 1000
+) -> Found:
+    """Do as `wander_many` does, on all cores; the counts do not depend on their number."""
+    follow = partial(wander_many, seed=seed, max_world=max_world, max_segments=max_segments)
+    shares = [range(i, min(i + share, histories)) for i in range(0, histories, share)]
+    found = Found()
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for part in pool.map(follow, shares):
+            found.add(part)
     return found
 
 

@@ -19,7 +19,14 @@ from tests.model.step_judge import (
     judged_plan,
 )
 from tests.model.step_model import Generation, Rules
-from tests.model.step_search import STEP_PROGRAMS, Limits, first_worlds, search, wander_many
+from tests.model.step_search import (
+    STEP_PROGRAMS,
+    Limits,
+    first_worlds,
+    search,
+    wander_in_processes,
+    wander_many,
+)
 
 # The copies of a generation count for a survivor either when it knows that the agreement that ends
 # healing completed, or as soon as all their bytes are there. Both are safe; see the losses below.
@@ -41,6 +48,17 @@ DEATH_AFTER_DEATH = [  # a first failure anywhere, then another one anywhere in 
         marks=pytest.mark.slow,
     ),
     (Limits(3, 3, 1, min_first=3, max_depth=2), COMPLETE, (1597, 77505, 296008)),
+    (  # and a third one while the second is healed, with joins in between
+        Limits(3, 4, 1, STEP_PROGRAMS, min_first=3, max_depth=3),
+        CONFIRMED,
+        (5338, 1058401, 4050754),
+    ),
+    pytest.param(
+        Limits(5, 2, 1, STEP_PROGRAMS, max_joiners=0, min_first=5, max_depth=2),
+        CONFIRMED,
+        (10217, 1858720, 10529326),
+        marks=pytest.mark.slow,
+    ),
 ]
 FIRST_DEATHS = [  # one or two at once
     (Limits(4, 5, min_first=4, max_depth=1), CONFIRMED, (2260, 3141, 34551)),
@@ -115,13 +133,20 @@ def test_states_are_the_cuts_that_single_events_lead_to():
 
 
 @pytest.mark.slow
-def test_five_thousand_random_histories(notes):
+def test_a_hundred_thousand_random_cases(notes):
     seed = 20
-    found = wander_many(5000, seed, max_world=5, max_segments=7)
+    found = wander_in_processes(34_000, seed, max_world=6, max_segments=8)
     notes.append(f"random histories with seed {seed}: {found.summary()}")
     assert found.violations == {}, f"history {found.failed_history}: {found.examples}"
     assert found.most_redone == 1
+    assert found.cases >= 100_000
+    assert len(found.met) == 8
     assert min(found.met.values()) > 0
+
+
+def test_the_counts_do_not_depend_on_the_number_of_processes():
+    whole = wander_many(60, 3, max_world=4, max_segments=4)
+    assert wander_in_processes(60, 3, max_world=4, max_segments=4, share=25) == whole
 
 
 def test_a_history_can_be_followed_again():
