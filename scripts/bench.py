@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from elastic.errors import ElasticError
-from scripts import bench_recovery
+from scripts import bench_balance, bench_recovery
 from scripts.programs import ProgramFailed, signals_raise
 
 LATER = ("step", "join", "detect", "control", "save", "restore", "torn", "peers", "goodput")
+THERE = "recovery, balance"
 MISCONFIGURED = 2
 INFRASTRUCTURE = 7
 
@@ -36,7 +37,7 @@ class Names(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Answer a name that has no figures yet with one sentence and exit code 2."""
         if args and args[0] in LATER:
-            print(f"bench: {args[0]} is not there yet; there is: recovery", file=sys.stderr)
+            print(f"bench: {args[0]} is not there yet; there is: {THERE}", file=sys.stderr)
             ctx.exit(MISCONFIGURED)
         return super().resolve_command(ctx, args)
 
@@ -61,11 +62,27 @@ def main() -> None:
 )
 def recovery(*, as_json: bool, **given: Any) -> None:
     """Measure what it costs to lose one worker, beside a restart by torchrun."""
-    options = bench_recovery.Options(**given)
+    _figures(bench_recovery, bench_recovery.Options(**given), as_json=as_json)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Runs of each.")
+@click.option("--steps", type=click.IntRange(1), default=30, show_default=True, help="Per run.")
+@click.option("--virtual-ranks", type=click.IntRange(2), default=12, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--width", type=click.IntRange(8), default=1024, show_default=True)
+@click.option("--depth", type=click.IntRange(1), default=10, show_default=True)
+def balance(*, as_json: bool, **given: Any) -> None:
+    """Measure what a slow worker costs, with an even split and with shares by speed."""
+    _figures(bench_balance, bench_balance.Options(**given), as_json=as_json)
+
+
+def _figures(module: Any, options: Any, *, as_json: bool) -> None:
     say = Console(stderr=True, highlight=False).print
     with signals_raise():
         try:
-            result = bench_recovery.run(options, say)
+            result = module.run(options, say)
         except (ProgramFailed, ElasticError) as error:
             print(f"bench: {error}", file=sys.stderr)
             sys.exit(INFRASTRUCTURE)
@@ -75,7 +92,7 @@ def recovery(*, as_json: bool, **given: Any) -> None:
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        Console().print(bench_recovery.table(result))
+        Console().print(module.table(result))
 
 
 if __name__ == "__main__":

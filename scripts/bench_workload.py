@@ -1,6 +1,6 @@
 """The training that `bench.py recovery` disturbs: a script under `elastic.run`, like any other.
 
-    python scripts/bench_workload.py [--width N] [--depth N] [--stop FILE]
+    python scripts/bench_workload.py [--width N] [--depth N] [--batch N] [--stop FILE]
 
 World and failure settings come from EVERSTEP_* in the environment. It trains until FILE exists, so
 that the benchmark decides how long that is.
@@ -45,11 +45,11 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
         return sample(index, self.width)
 
 
-def train(ctx: elastic.Context, width: int, depth: int, stop: str) -> int:
+def train(ctx: elastic.Context, width: int, depth: int, batch: int, stop: str) -> int:
     """Train until the stop file is there; returns the number of steps."""
     model = make_model(width, depth)
     optimizer = make_optimizer(model)
-    loader = torch.utils.data.DataLoader(Noise(width), batch_size=BATCH, shuffle=True)
+    loader = torch.utils.data.DataLoader(Noise(width), batch_size=batch, shuffle=True)
     model, optimizer, loader = ctx.prepare(model, optimizer, loader)
     for _ in ctx.epochs(1):
         for x in loader:
@@ -68,9 +68,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--depth", type=int, default=DEPTH)
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples of a micro-batch")
     parser.add_argument("--stop", default="", help="train until this file exists")
     given = parser.parse_args()
-    elastic.run(train, args=(given.width, given.depth, given.stop))
+    elastic.run(train, args=(given.width, given.depth, given.batch, given.stop))
 
 
 if __name__ == "__main__":

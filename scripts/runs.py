@@ -140,6 +140,13 @@ class Run:
         workers = self.world.workers if self.world is not None else ()
         return next((w for w in workers if self._pids.get(w, (-1, 0))[0] == slot), None)
 
+    def pid_in(self, slot: int) -> int:
+        """Return the process of the present World's worker in this slot."""
+        worker_id = self.worker_in(slot)
+        if worker_id is None:
+            raise ProgramFailed(f"{self.name} has no worker in slot {slot}")
+        return self._pids[worker_id][1]
+
     def signal(self, worker_id: str, number: signal.Signals) -> Fault:
         """Send a signal to a worker of this run, stamped just before."""
         pid = self._pids[worker_id][1]

@@ -63,10 +63,24 @@ def test_a_small_benchmark_prints_one_object_and_leaves_nothing():
     assert set(Path("/dev/shm").iterdir()) == before
 
 
+@pytest.mark.slow
+def test_the_balance_is_measured_with_a_worker_that_shares_its_core():
+    small = ["--width", "256", "--depth", "4", "--batch", "256", "--pairs", "1", "--steps", "5"]
+    done = bench("balance", "--json", *small, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [shares] = found["shares"]
+    assert sum(shares) == found["virtual_ranks"]
+    assert shares[0] > shares[1]  # by which factor is for a quiet machine
+    assert found["throughput_ratio_p50"] == pytest.approx(
+        found["even_ms_p50"] / found["balanced_ms_p50"], abs=0.01
+    )
+
+
 def test_figures_that_are_not_there_yet_say_so():
     done = bench("goodput", "--json")
     assert done.returncode == 2
-    assert done.stderr == "bench: goodput is not there yet; there is: recovery\n"
+    assert done.stderr == "bench: goodput is not there yet; there is: recovery, balance\n"
     assert done.stdout == ""
 
 
