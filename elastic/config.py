@@ -142,9 +142,13 @@ class ElasticConfig:
     short pause of the store looks like a death; large: a lost host is noticed late."""
 
     hang_timeout_s: float | str = "auto"
-    """Seconds without progress after which a worker that holds up the others counts as dead.
-    `auto`: a multiple of the measured step time with a floor. Below a step's time it kills
-    healthy workers."""
+    """Seconds without progress after which a worker that holds up the others counts as dead;
+    never less than three steps. `auto`: ten steps, and at least a second for a process that is
+    stopped, a minute for one that runs."""
+
+    slow_timeout_s: float = 600.0
+    """The same where slowness is legal: a worker's first steps, compiling, evaluations, saves, and
+    code between steps. Too small: a long compilation on one worker counts as its death."""
 
     min_wait_s: float = 1.0
     """Seconds that a World waits for further joiners once enough members are there, so that nodes

@@ -324,6 +324,7 @@ FIELDS: tuple[Field, ...] = (
     Field("on_save_error", choice("warn", "fail"), "warn|fail", "Checkpoints"),
     Field("lease_ttl_s", seconds(2.0), "SECONDS", "Failures"),
     Field("hang_timeout_s", or_word("auto", seconds(0.1)), "SECONDS|auto", "Failures"),
+    Field("slow_timeout_s", seconds(1.0), "SECONDS", "Failures"),
     Field("min_wait_s", seconds(0.0), "SECONDS", "Failures"),
     Field("below_min_timeout_s", seconds(0.0), "SECONDS", "Failures"),
     Field("max_failures", integer(0), "N", "Failures"),

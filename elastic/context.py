@@ -366,6 +366,7 @@ class Context:
                     while number >= (owner + 1) * total // shares:
                         owner += 1
                     driver.check_alive()
+                    driver.progress.beat()
                     _accumulate(values.setdefault(owner, {}), fn(batch))
         finally:
             for model_modes in modes:

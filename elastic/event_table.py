@@ -60,6 +60,7 @@ EVENTS: dict[str, EventSpec] = {
     "worker.started": _spec("slot pid", "a worker process exists", "spare"),
     "worker.ready": _spec("", "the worker may be put into a World", "layout"),
     "worker.suspected": _spec("pid evidence", "the worker is stopped or makes no progress"),
+    "worker.stack": _spec("stack", "where the threads of a worker are that is ended for a hang"),
     "worker.exited": _spec(
         "pid exit_code signal evidence",
         "the worker process is gone",

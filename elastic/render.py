@@ -37,6 +37,7 @@ NOTEWORTHY: frozenset[str] = frozenset(
         "stranger.refused",
         "worker.exited",
         "worker.failed",
+        "worker.stack",
         "worker.suspected",
     }
 )
@@ -113,6 +114,14 @@ def signal_name(value: Any) -> str:
 def number(value: Any) -> str:
     """Return a number with four digits that matter; a text unchanged."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+
+
+def innermost(stack: str) -> str:
+    """Return where the thread that was asked stood, from faulthandler's listing of all threads."""
+    lines = [line.strip() for line in stack.splitlines()]
+    start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), 0)
+    frames = [line for line in lines[start:] if line.startswith("File ")]
+    return f"in {frames[0].removeprefix('File ')}" if frames else "nowhere that could be told"
 
 
 def values(log: Mapping[str, Any], *, most: int = 6) -> str:
@@ -237,6 +246,7 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     ),
     "worker.ready": lambda r: f"{_who(r)} is ready",
     "worker.suspected": lambda r: f"{_who(r)} (pid {r['pid']}) is suspected: {r['evidence']}",
+    "worker.stack": lambda r: f"{_who(r)} stood {innermost(r['stack'])}",
     "worker.exited": _exited,
     "worker.failed": lambda r: (
         f"{_who(r)} raised {r['error']}: {r['message']}"

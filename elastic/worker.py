@@ -43,6 +43,7 @@ from elastic.step.process_group import GroupBroken
 from elastic.step.reform import Reenter, Reformer
 from elastic.step.restoring import Restorer
 from elastic.values import NotPlain, check_plain, to_plain
+from elastic.whereabouts import publish_compiling, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,8 @@ class Worker:
         with contextlib.suppress(RuntimeError):  # already set by an import of the script
             torch.set_num_interop_threads(1)
         seed_everything(config.seed, 0, 0)
+        show_stacks_on_signal()
+        publish_compiling(self.progress)
         self.control.start()
         importlib.import_module("elastic.run")._worker_hook = self._hook  # type: ignore[attr-defined]
         _refuse_local_clipping(self)
@@ -250,6 +253,7 @@ class Worker:
                 self._say_finished(driver, value)
             checkpoints.take_messages()
             self.control.wait_change(_LINGER_POLL_S)
+            self.progress.beat()
 
     def _say_finished(self, driver: Driver, value: Any) -> None:
         plain = to_plain(value) if driver.rank == 0 else None

@@ -11,6 +11,9 @@ Script, one command per line (`#` begins a comment):
     ready a.0 a.1                         these workers have built their models
     formed [g]                            every living worker of the World completes an agreement
     progress [a.0 ...] step=5 [phase=compute]   these (or all) workers of the World are at that step
+    watch 5 step=5 a.0=exchange ...       agents look at pages every 0.25 s for so long: workers are
+                                          in these phases of the next step; `compute!` never renews
+    pause 60                              time passes in which nobody looks or is woken
     die a.0 [signal=9 | code=1]           a process ends, seen by its agent
     freeze a.0 / thaw a.0                 SIGSTOP, SIGCONT
     fail a.0 ValueError text step=7 [kind=user]
@@ -196,6 +199,7 @@ class Cluster:
                     committed=int(step),
                     generation=int(generation or self.agents[name].state.world.generation),
                     phase=phase,
+                    done=int(step),
                     at_s=self.now_s,
                 )
                 for where, worker_id in chosen
@@ -203,6 +207,39 @@ class Cluster:
             )
             if readings:
                 self.feed(name, c.ProgressSeen(readings=readings))
+
+    def watch(self, seconds: str, *, step: str, **places: str) -> None:
+        standing = {
+            self.find(worker): (phase.removesuffix("!"), self.now_s if "!" in phase else None)
+            for worker, phase in places.items()
+        }
+        until_s = self.now_s + float(seconds)
+        while self.now_s < until_s - 1e-9:
+            self.advance("0.25")
+            for name, agent in self.agents.items():
+                mine = [(w, place) for (node, w), place in standing.items() if node == name]
+                readings = tuple(
+                    c.Reading(
+                        worker_id=worker_id,
+                        step=int(step) + 1,
+                        committed=int(step),
+                        generation=agent.state.world.generation,
+                        phase=phase,
+                        done=int(step),
+                        at_s=self.now_s if silent_at_s is None else silent_at_s,
+                    )
+                    for worker_id, (phase, silent_at_s) in mine
+                    if agent.state.local(worker_id) is not None
+                )
+                mark = len(self.lines)
+                if readings and not agent.gone:
+                    self.feed(name, c.ProgressSeen(readings=readings))
+                    self.drain()
+                if len(self.lines) > mark:
+                    self.lines.insert(mark, f"  -> at {self.now_s:g} s")
+
+    def pause(self, seconds: str) -> None:
+        self.now_s = round(self.now_s + float(seconds), 6)
 
     def die(self, *workers: str, signal: str | None = None, code: str = "1") -> None:
         for worker in workers:
@@ -496,6 +533,7 @@ class Cluster:
             case c.WriteMember(member=member):
                 ids = " ".join(worker.worker_id for worker in member.workers)
                 marks = " leaving" * member.leaving + " finished" * member.finished
+                marks += f" stalled in g{member.stalled}" if member.stalled else ""
                 text = f"WriteMember [{ids}]{marks}"
             case c.TellWorld(world=world, worker_ids=ids, first=first):
                 text = f"TellWorld g{world.generation}{' (first)' * first} -> {' '.join(ids)}"
@@ -504,8 +542,8 @@ class Cluster:
             case c.StartWorker(worker_id=worker_id, slot=slot, first=first):
                 number = self.attempts.get(f"{worker_id.split('.')[0]}.{slot}", 0) + 1
                 text = f"StartWorker slot {slot}, try {number}{' (first)' * first}"
-            case c.KillWorker(worker_id=worker_id, reason=reason):
-                text = f"KillWorker {worker_id}: {reason}"
+            case c.KillWorker(worker_id=worker_id, reason=reason, stack=stack):
+                text = f"KillWorker {worker_id}{' (stack)' * stack}: {reason}"
             case c.WriteResult(result=result):
                 text = f"WriteResult exit_code={result['exit_code']} {result['cause']}".rstrip()
             case c.SettleSaves(deadline_at_s=deadline_at_s):

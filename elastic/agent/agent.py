@@ -82,6 +82,9 @@ class Agent:
             run_dir.logs,
             on_event=self.on_event,
             on_message=lambda worker_id, message: self._saves.message(worker_id, message),
+            on_stack=lambda worker_id, stack: self.note(
+                "worker.stack", worker_id=worker_id, stack=stack
+            ),
             on_gone=lambda worker_id: self._saves.gone(worker_id),
         )
         self._store = Store(
@@ -189,7 +192,10 @@ class Agent:
                 self._workers.start(command.worker_id, command.slot, self._worker_spec(command))
             case c.KillWorker():
                 log.info("killing %s: it %s", command.worker_id, command.reason)
-                self._workers.kill(command.worker_id)
+                if command.stack:
+                    self._workers.kill_with_stack(command.worker_id)
+                else:
+                    self._workers.kill(command.worker_id)
             case c.TellWorld():
                 self._bootstrap.store.advance(command.world.generation)
                 message = {

@@ -19,6 +19,9 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""On this one a worker writes its stacks to its log; one that scripts are unlikely to use."""
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PF_EXITING = 0x4

@@ -17,7 +17,7 @@ from enum import IntEnum
 
 _MAGIC = b"EVERPROG"
 _PAGE_BYTES = 4096
-_FIELDS = struct.Struct("<qqqqd")  # step, committed step, generation, phase, CLOCK_MONOTONIC
+_FIELDS = struct.Struct("<qqqqqd")  # step, committed, generation, phase, done, CLOCK_MONOTONIC
 _SEQUENCE_AT = 8
 _FIELDS_AT = 16
 _READ_TRIES = 100
@@ -39,16 +39,23 @@ class WorkerPhase(IntEnum):
     FINISHED = 10
     WAITING = 11
     RESTORE = 12
+    COMPILE = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One reading of a progress page; `at_s` is CLOCK_MONOTONIC of the last write."""
+    """One reading of a progress page.
+
+    Args:
+        done: steps that this process has completed itself.
+        at_s: CLOCK_MONOTONIC of the last write.
+    """
 
     step: int
     committed: int
     generation: int
     phase: WorkerPhase
+    done: int = 0
     at_s: float
 
 
@@ -81,6 +88,7 @@ class ProgressPage:
         step: int | None = None,
         committed: int | None = None,
         generation: int | None = None,
+        done: int | None = None,
     ) -> None:
         """Publish where this worker is; fields left out keep their value."""
         last = self.last
@@ -89,6 +97,7 @@ class ProgressPage:
             committed=last.committed if committed is None else committed,
             generation=last.generation if generation is None else generation,
             phase=phase,
+            done=last.done if done is None else done,
             at_s=time.monotonic(),
         )
         self._sequence += 2
@@ -100,11 +109,16 @@ class ProgressPage:
             now.committed,
             now.generation,
             int(now.phase),
+            now.done,
             now.at_s,
         )
         self._map[_SEQUENCE_AT:_FIELDS_AT] = struct.pack("<q", self._sequence)
         self._map[:8] = _MAGIC
         self.last = now
+
+    def beat(self) -> None:
+        """Renew the page: the main thread still gets somewhere, or waits and is alive."""
+        self.write(phase=self.last.phase)
 
     def read(self) -> Progress | None:
         """Return the last whole reading, or None while nothing was written yet."""
@@ -112,13 +126,16 @@ class ProgressPage:
             if self._map[:8] != _MAGIC:
                 return None
             before = self._map[_SEQUENCE_AT:_FIELDS_AT]
-            step, committed, generation, phase, at_s = _FIELDS.unpack_from(self._map, _FIELDS_AT)
+            step, committed, generation, phase, done, at_s = _FIELDS.unpack_from(
+                self._map, _FIELDS_AT
+            )
             if self._map[_SEQUENCE_AT:_FIELDS_AT] == before and before[0] % 2 == 0:
                 self.last = Progress(
                     step=step,
                     committed=committed,
                     generation=generation,
                     phase=WorkerPhase(phase),
+                    done=done,
                     at_s=at_s,
                 )
                 return self.last

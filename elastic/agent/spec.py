@@ -87,6 +87,7 @@ class AgentSpec:
             max_reshapes=config.max_reshapes,
             grace_s=config.grace_s,
             hang_timeout_s=None if isinstance(hang, str) else hang,
+            slow_timeout_s=config.slow_timeout_s,
             below_min_timeout_s=config.below_min_timeout_s,
             lease_ttl_s=config.lease_ttl_s,
             fail_on_save_error=config.on_save_error == "fail",

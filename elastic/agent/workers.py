@@ -31,6 +31,8 @@ from elastic.membership import commands as c
 LOOK_EVERY_S = 0.004
 TIDY_EVERY_S = 0.5
 LAST_WORDS_S = 0.5
+STACK_S = 0.2
+MAX_STACK_BYTES = 64 << 10
 _OUT_OF_MEMORY = "perhaps out of memory"
 
 Message = dict[str, Any]
@@ -58,6 +60,7 @@ class Process:
     hung_up: bool = False
     told_end: bool = False
     oom_before: int = 0
+    log_bytes: int = 0
 
 
 class Workers:
@@ -68,6 +71,7 @@ class Workers:
         log_dir: for one log file each.
         on_event: gets what happens, for the machine.
         on_message: gets (worker id, message) of those messages that are about saves.
+        on_stack: gets (worker id, stacks) of a worker that is about to be killed for a hang.
         on_gone: gets a worker id when its process is reaped and its descriptors are about to go.
     """
 
@@ -78,12 +82,14 @@ class Workers:
         *,
         on_event: OnEvent,
         on_message: OnMessage = lambda _worker_id, _message: None,
+        on_stack: Callable[[str, str], None] = lambda _worker_id, _stack: None,
         on_gone: Callable[[str], None] = lambda _worker_id: None,
     ) -> None:
         self._forks = forks
         self._log_dir = log_dir
         self._on_event = on_event
         self._on_message = on_message
+        self._on_stack = on_stack
         self._on_gone = on_gone
         self._all: dict[str, Process] = {}
         self._groups: set[int] = set()
@@ -155,6 +161,29 @@ class Workers:
         if worker.pid is not None and worker.ended is None:
             process.kill_group(worker.pid)
 
+    def kill_with_stack(self, worker_id: str) -> None:
+        """Have a worker write its stacks to its log, then kill it; on_stack gets what it wrote."""
+        worker = self._all.get(worker_id)
+        if worker is None or worker.pid is None or worker.ended is not None:
+            self.kill(worker_id)
+            return
+        log = self._log_path(worker_id)
+        with contextlib.suppress(OSError):
+            worker.log_bytes = log.stat().st_size
+            signal.pidfd_send_signal(worker.pidfd, process.STACK_SIGNAL)
+        self._loop.call_later(STACK_S, self._kill_after_stack, worker_id, log)
+
+    def _kill_after_stack(self, worker_id: str, log: Path) -> None:
+        worker = self._all.get(worker_id)
+        if worker is None:
+            return
+        with contextlib.suppress(OSError), log.open("rb") as file:
+            file.seek(worker.log_bytes)
+            stack = file.read(MAX_STACK_BYTES).decode(errors="replace").strip()
+            if stack:
+                self._on_stack(worker_id, stack)
+        self.kill(worker_id)
+
     def readings(self) -> tuple[c.Reading, ...]:
         """Return what all workers' progress pages say now."""
         found = []
@@ -168,6 +197,7 @@ class Workers:
                         committed=seen.committed,
                         generation=seen.generation,
                         phase=seen.phase.name.lower(),
+                        done=seen.done,
                         at_s=seen.at_s,
                     )
                 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from elastic.errors import ExitCode
 from elastic.membership import commands as c
-from elastic.membership import ending, failures, worlds
+from elastic.membership import ending, failures, hangs, worlds
 from elastic.membership.state import Broken, Helper, Life, Local, Session, Turn, WriteKind
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _progress(turn: Turn, reading: c.Reading) -> None:
     if local is None:
         return
     last = local.reading
-    turn.put(local, reading=reading)
+    hangs.observe(turn, local, reading)
     state = turn.state
     if last is not None and reading.step > last.step and reading.at_s > last.at_s:
         if reading.generation == last.generation and last.step > 0:

@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A worker's progress page as the agent read it; `at_s` is when the worker wrote it."""
+    """A worker's progress page as the agent read it.
+
+    Args:
+        done: steps that this process has completed itself.
+        at_s: when the worker wrote it.
+    """
 
     worker_id: str
     step: int
     committed: int
     generation: int
     phase: str
+    done: int = 0
     at_s: float
 
 
@@ -381,10 +387,14 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker:
-    """SIGKILL the worker's process group; answered by WorkerReaped."""
+    """SIGKILL the worker's process group; answered by WorkerReaped.
+
+    `stack`: have it write down first where its threads are; that may take STACK_S.
+    """
 
     worker_id: str
     reason: str
+    stack: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

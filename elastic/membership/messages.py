@@ -134,6 +134,7 @@ class Member:
         workers: those that are alive.
         leaving: it drains; give it nothing new.
         finished: all its workers in the World have come to the end of the train function.
+        stalled: the generation in which all its workers have waited too long for others, else 0.
     """
 
     node: str
@@ -143,6 +144,7 @@ class Member:
     workers: tuple[WorkerStatus, ...]
     leaving: bool = False
     finished: bool = False
+    stalled: int = 0
 
     def __post_init__(self) -> None:
         _check_name("a node name", self.node)
@@ -161,6 +163,7 @@ class Member:
             "workers": [[w.worker_id, w.slot, int(w.ready)] for w in self.workers],
             "leaving": self.leaving,
             "finished": self.finished,
+            **({"stalled": self.stalled} if self.stalled else {}),
         }
 
     @classmethod
@@ -178,6 +181,7 @@ class Member:
             ),
             leaving=bool(plain["leaving"]),
             finished=bool(plain["finished"]),
+            stalled=int(plain.get("stalled", 0)),
         )
 
 

@@ -35,7 +35,9 @@ class Rules:
 
     Args:
         slots: workers that this node brings into a World; `spares` more are kept warm.
-        hang_timeout_s: after which a stopped worker counts as dead; None = learned from the steps.
+        hang_timeout_s: after which a stopped worker, or one without progress for which others
+            wait, counts as dead; None = learned from the steps.
+        slow_timeout_s: the same where slowness is legal: first steps, evaluations, saves.
         form_timeout_s: after which a worker that does not react to a World counts as dead.
         finish_timeout_s: what saves under way are granted at a normal end.
     """
@@ -49,6 +51,7 @@ class Rules:
     grace_s: float = 25.0
     finish_timeout_s: float = 120.0
     hang_timeout_s: float | None = None
+    slow_timeout_s: float = 600.0
     form_timeout_s: float = 30.0
     below_min_timeout_s: float = 600.0
     lease_ttl_s: float = 5.0
@@ -86,6 +89,9 @@ class Local:
 
     Args:
         attempt: how often its slot had been started, this time included.
+        seen_at_s: when its page was last read.
+        silent_s: for how long the page has not been renewed, in looks at it.
+        place_s: for how long it has been in the same phase of the same step.
         told: newest generation that it was sent; `told_at_s` when; `joined` the first one.
         formed: newest generation of which it completed the first agreement.
         why: what is said of its death, to follow its id.
@@ -101,6 +107,9 @@ class Local:
     life: Life = Life.STARTING
     pid: int | None = None
     reading: Reading | None = None
+    seen_at_s: float = 0.0
+    silent_s: float = 0.0
+    place_s: float = 0.0
     told: int = 0
     told_at_s: float = 0.0
     joined: int = 0
@@ -235,6 +244,8 @@ class State:
     gathered_at_s: float | None = None
     joiners_at_s: float | None = None
     broken: Broken | None = None
+    stalled: int = 0
+    """The generation in which all workers here have waited too long for others, else 0."""
     reforms: int = 0
     committed: int = 0
     agreed_at_s: float | None = None
@@ -296,6 +307,7 @@ class State:
             ),
             leaving=self.leaving,
             finished=bool(mine) and all(each.finished is not None for each in mine),
+            stalled=self.stalled,
         )
 
     def members(self) -> dict[str, Member]:
@@ -360,12 +372,12 @@ class Turn:
             self.set(deaths={**self.state.deaths, local.worker_id: why})
         return doomed
 
-    def kill(self, local: Local, why: str, *, wanted: bool = False) -> None:
-        """Count a worker as dead and have it killed, once."""
+    def kill(self, local: Local, why: str, *, wanted: bool = False, stack: bool = False) -> None:
+        """Count a worker as dead and have it killed, once; `stack`: it shows where it is first."""
         doomed = local if local.life is Life.DYING else self.doom(local, why, wanted=wanted)
         if not doomed.kill_asked:
             self.put(doomed, kill_asked=True, wanted=doomed.wanted or wanted)
-            self.do(KillWorker(worker_id=local.worker_id, reason=why))
+            self.do(KillWorker(worker_id=local.worker_id, reason=why, stack=stack))
 
     def put_slot(self, slot: Slot, **changes: Any) -> None:
         """Change facts of one slot."""

@@ -6,8 +6,8 @@ wait for it. Busy in a long step is no crime, so that limit grows with the step 
 blamed who is forming, restoring or waiting for others.
 
 A slot whose worker died gets a new one at once, unless it keeps dying before it completes an
-agreement: then the pause grows. Not here yet: hangs of workers that are neither stopped nor asked
-to form (progress against that of the others). Pure: no I/O, no clock.
+agreement: then the pause grows. Workers that are silent while others wait: see hangs.py.
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 
 from elastic.errors import ExitCode
 from elastic.membership import commands as c
-from elastic.membership import ending
+from elastic.membership import ending, hangs
 from elastic.membership.messages import Mode
 from elastic.membership.state import (
     Helper,
@@ -44,6 +44,7 @@ def supervise(turn: Turn) -> None:
             _end_dying(turn, local)
         else:
             _judge(turn, local)
+    hangs.judge(turn)
     _start_workers(turn)
     _nobody_left(turn)
 

@@ -250,4 +250,5 @@ class Checkpoints:
 
     def _wait_message(self) -> None:
         self._driver.control.wait_change(0.05)
+        self._driver.progress.beat()
         self.take_messages()

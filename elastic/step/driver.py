@@ -240,6 +240,7 @@ class Driver:
         """Prepare the body of one micro-batch."""
         assert self.compute is not None
         self.check_alive()
+        self.progress.beat()
         self.leaf = leaf
         self.compute.enter(leaf)
 
@@ -453,6 +454,7 @@ class Driver:
             del self.held[segment]  # moved away in this generation, and its copy is confirmed
         self.gradients = set()
         self.step = step
+        self.progress.write(phase=self.progress.last.phase, done=self.progress.last.done + 1)
         self.step_log = dict(outcome.log)
         self.agreed_generation = agreement.generation
         self.position = self.position.after_step()

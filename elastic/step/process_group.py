@@ -42,6 +42,7 @@ T = TypeVar("T")
 _SMALL_BYTES = 16384
 _LENGTH_BYTES = 4
 _CONNECT_TIMEOUT_S = 15.0
+BEAT_S = 0.25
 
 
 class GroupBroken(ElasticError):
@@ -108,6 +109,8 @@ class Group:
         self._thread: threading.Thread | None = None
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called by the main thread every BEAT_S while it waits for the group's thread."""
 
     def build(self, store: BootstrapStore, *, timeout_s: float) -> None:
         """Connect to every other rank of the generation; about 10 ms for four ranks.
@@ -313,7 +316,8 @@ class Group:
         """Wait for started work; returns its result, or raises GroupBroken at the cut."""
         with self.changed:
             while not task.done and not (self._cut and self._in_wait):
-                self.changed.wait()
+                if not self.changed.wait(BEAT_S):
+                    self.on_wait()
             if not task.done:
                 raise GroupBroken("the group is cut")
         return task.outcome()

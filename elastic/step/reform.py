@@ -143,6 +143,7 @@ class Reformer:
             self.times.began_s = time.monotonic()
             rank = [ref.worker_id for ref in world.workers].index(driver.worker_id)
             group = Group(generation=world.generation, rank=rank, size=len(world.workers))
+            group.on_wait = driver.progress.beat
             driver.control.watch(group)
             try:
                 store = BootstrapStore(world.stores, self._token)

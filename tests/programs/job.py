@@ -10,7 +10,7 @@ import os
 import sys
 
 import elastic
-from tests.programs import hidden, small
+from tests.programs import hanging, hidden, small
 
 
 class Kept:
@@ -35,7 +35,9 @@ def train(ctx: elastic.Context, options: dict[str, object]) -> dict[str, object]
     ctx.on_step(count)
     if ctx.is_main and options.pop("say", False):
         sys.stdout.write("hello from the main worker\n")
-    program = {"small": small, "hidden": hidden}[str(options.pop("program", "small"))]
+    program = {"small": small, "hidden": hidden, "hanging": hanging}[
+        str(options.pop("program", "small"))
+    ]
     value = program.train(ctx, **options)
     return {**value, "applied": kept.calls}
 

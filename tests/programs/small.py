@@ -95,9 +95,11 @@ def train(
     evaluate_s: float = 0.0,
     slow_rank: int | None = None,
     save_epochs: bool = False,
+    before_forward: Any = lambda _module, _inputs: None,
 ) -> dict[str, Any]:
     """Train by steps or by epochs; returns what has to be equal in every World."""
     built = net() if model == "net" else Odd()
+    built.register_forward_pre_hook(before_forward)
     opt = OPTIMIZERS[optimizer](groups(built))
     schedule = torch.optim.lr_scheduler.LinearLR(opt, start_factor=0.2, total_iters=15)
     dataset = data()

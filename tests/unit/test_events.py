@@ -133,6 +133,7 @@ SAMPLES = {
     "counts": [1, 3],
     "before": [2, 2],
     "worker_id": "n-1.0-abcdef",
+    "stack": 'Current thread 0x1 (most recent call first):\n  File "train.py", line 7 in train',
     "generation": 1,
 }
 
