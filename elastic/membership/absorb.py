@@ -287,7 +287,10 @@ def _progress(turn: Turn, reading: c.Reading) -> None:
     if last is not None and reading.step > last.step and reading.at_s > last.at_s:
         if reading.generation == last.generation and last.step > 0:
             turn.set(step_time_s=(reading.at_s - last.at_s) / (reading.step - last.step))
-        turn.set(agreed_at_s=max(reading.at_s, state.agreed_at_s or reading.at_s))
+        turn.set(
+            agreed_at_s=max(reading.at_s, state.agreed_at_s or reading.at_s),
+            agreed_in=max(reading.generation, state.agreed_in),
+        )
     if reading.committed > state.committed:
         turn.set(
             committed=reading.committed,

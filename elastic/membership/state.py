@@ -249,6 +249,8 @@ class State:
     reforms: int = 0
     committed: int = 0
     agreed_at_s: float | None = None
+    agreed_in: int = 0
+    """The generation of the newest agreement that a worker here has completed."""
     step_time_s: float | None = None
     below_at_s: float | None = None
     undecided_at_s: float | None = None

@@ -21,7 +21,7 @@ from elastic.membership.choose_world import (
     gathered,
     joiners_of,
 )
-from elastic.membership.messages import World
+from elastic.membership.messages import Mode, World
 from elastic.membership.state import Session, State, Turn, Write, WriteKind
 
 BROKEN_PATIENCE_S = 0.5
@@ -181,10 +181,15 @@ def _lost_at_s(state: State, node: str) -> float:
     """Return from when on a missing node counts as lost, if no further agreement completes.
 
     An agreement proves that all members of the World lived, whatever the leases say. Who has no
-    worker in the World sees no agreements, and waits for one lease more.
+    worker in the World sees no agreements, and waits for one lease more. So does who goes over at
+    a boundary: agreements of the World before prove nothing about a node that is new in this one.
     """
     missing_at_s = state.missing_at_s[node]
-    if not state.in_world() or state.agreed_at_s is None:
+    world = state.world
+    blind = not state.in_world() or state.agreed_at_s is None
+    if world is not None and world.mode is Mode.BOUNDARY:
+        blind |= state.agreed_in < world.generation
+    if blind or state.agreed_at_s is None:
         return missing_at_s + state.rules.lease_ttl_s
     quiet_s = max(QUIET_S, 2 * (state.step_time_s or 0.0))
     return max(missing_at_s, state.agreed_at_s + quiet_s)

@@ -61,6 +61,7 @@ def test_leaving_is_not_closing_and_a_node_may_come_back_again_and_again(node):
     for number in range(3):
         b = node("b", run=f"run{number}", nodes="1:2")
         a.training(2, generation=2 * number + 1)
+        b.training(2, generation=2 * number + 1)
         b.signal(signal.SIGTERM)
         assert b.wait() == 128 + signal.SIGTERM
         a.training(1, generation=2 * number + 2)
