@@ -34,7 +34,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 test-unit: $(READY)
-	$(BIN)/python -m pytest -m "not integration and not slow"
+	$(BIN)/python -m pytest -m "not integration and not slow and not soak"
 
 demo: $(READY)
 	$(BIN)/python scripts/demo.py
@@ -43,7 +43,7 @@ bench: $(READY)
 	$(BIN)/python scripts/bench.py $(NAME)
 
 soak: $(READY)
-	$(BIN)/python scripts/soak.py
+	$(BIN)/python -m pytest -m soak
 
 sim: $(READY)
 	$(BIN)/python -m pytest tests/sim

@@ -42,6 +42,7 @@ class Engine:
         self.reformer = reformer
         self.checkpoints = checkpoints
         checkpoints.agree_to_save = self.agree_to_save
+        checkpoints.place = lambda: self.program_step
         self.sync: Callable[[], None] = lambda: None
         self.epochs_total: int | None = None
         self._told_total: int | None = None
@@ -139,13 +140,13 @@ class Engine:
         self.driver.phase(WorkerPhase.BETWEEN)
 
     def agree_to_save(self) -> None:
-        """Save the last step now; all workers have asked for it and wait."""
+        """Save the last step now, and see whether it is durable; all workers wait for that."""
         self.agree("save", self._save_payload)
 
     def _save_payload(self) -> Payload:
-        payload = self._plain_payload()
         busy = self.checkpoints.busy()
-        return replace(payload, save_last=self.driver.want_save_last, busy=busy)
+        save_last, saved = self.checkpoints.awaited()
+        return replace(self._plain_payload(), save_last=save_last, saved=saved, busy=busy)
 
     def _plain_payload(self) -> Payload:
         driver = self.driver

@@ -218,12 +218,13 @@ class Worker:
         driver.on_outcome = checkpoints.after_step
         driver.on_formed = reformer.finished
         driver.save_busy = checkpoints.busy
-        driver.on_committed = self._committed
+        driver.on_committed = lambda record: self._committed(record, checkpoints)
         return context, engine, checkpoints
 
-    def _committed(self, record: StepRecord) -> None:
+    def _committed(self, record: StepRecord, checkpoints: Checkpoints) -> None:
         """Tell the agent of committed steps that were staged, so that it may commit them."""
         self.control.send(t="committed", step=record.step, generation=record.generation)
+        checkpoints.step_committed(record.step)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -233,9 +234,9 @@ class Worker:
         driver = engine.driver
         engine.check_not_in_step("the end of the training function")
         context.sync()
-        saved = (checkpoints.last_staged, engine.reformer.restored_step)
-        if checkpoints.enabled and driver.step > 0 and driver.step not in saved:
-            checkpoints.stage(driver.step)
+        if checkpoints.enabled and driver.step > 0 and driver.step != driver.staged_step:
+            self._settle(engine)  # the loop's last agreement may have moved it into a new World
+            checkpoints.stage(driver.step, driver.agreed_generation)
         try:
             check_plain(value)  # on every worker: any of them may be asked for it
         except NotPlain as error:

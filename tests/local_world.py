@@ -191,20 +191,31 @@ class LocalWorld:
         readable, _, _ = select.select(list(live), [], [], timeout_s)
         for sock in readable:
             worker = live[sock]
-            try:
-                message, _ = recv_frame(sock)
-            except (OSError, EOFError):
+            if not self._hear(worker):
                 self._reap(worker)
-                continue
-            worker.messages.append(message)
-            if message["t"] == "failed":
-                print(worker.worker_id, message["traceback"])  # noqa: T201 - read on failure
-            self.on_message(worker, message)
         for worker in live.values():
             if worker.status is None:
                 pid, status = os.waitpid(worker.pid, os.WNOHANG)
                 if pid:
                     worker.status = status
+                    self._hear_out(worker)
+
+    def _hear(self, worker: WorkerProcess) -> bool:
+        """Take one message; False at the end of what a worker has said."""
+        try:
+            message, _ = recv_frame(worker.sock)
+        except (OSError, EOFError):
+            return False
+        worker.messages.append(message)
+        if message["t"] == "failed":
+            print(worker.worker_id, message["traceback"])  # noqa: T201 - read on failure
+        self.on_message(worker, message)
+        return True
+
+    def _hear_out(self, worker: WorkerProcess) -> None:
+        """Take what a worker had said before it ended."""
+        while select.select([worker.sock], [], [], 0)[0] and self._hear(worker):
+            pass
 
     def on_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         """Answer a staged half at once, as a service that is never behind."""

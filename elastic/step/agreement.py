@@ -57,6 +57,8 @@ class Payload:
         pending_generation: the newest World this worker knows.
         stop, save, busy: wishes; `busy` = no half of the arena is free.
         save_last: wish to save the step before this agreement, as it is now.
+        saved: what this worker knows of the save that all wait for: {"ok": bool, "step": int or
+            None}; empty while it knows nothing.
         values: results of an evaluation, virtual rank -> name -> (sum, count).
         guard: what is equal on all workers that have it -> checksum.
         seconds: how long this worker computed its micro-batches.
@@ -73,6 +75,7 @@ class Payload:
     stop: bool = False
     save: bool = False
     save_last: bool = False
+    saved: Mapping[str, Any] = field(default_factory=dict)
     busy: bool = False
     values: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     guard: Mapping[str, int] = field(default_factory=dict)
@@ -95,6 +98,7 @@ class Payload:
             "stop": self.stop,
             "save": self.save,
             "save_last": self.save_last,
+            "saved": dict(self.saved),
             "busy": self.busy,
             "values": [
                 [v, [[k, s, c] for k, (s, c) in names.items()]] for v, names in self.values.items()
@@ -124,6 +128,8 @@ class Outcome:
         log: sample-weighted means of the logged values over those that gave the key.
         next_generation: newest World that *every* worker knows.
         values: evaluation results, name -> sum / count.
+        saved: how the save that all wait for has ended, empty while nobody knows: durable if
+            anybody knows that it is.
         states: leaf -> name -> new plain state of a virtual rank.
         unequal: what should be equal on all workers and is not, "" if nothing.
         seconds: by rank, how long each worker computed.
@@ -143,6 +149,7 @@ class Outcome:
     save_last: bool
     busy: bool
     values: Mapping[str, float]
+    saved: Mapping[str, Any] = field(default_factory=dict)
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     unequal: str = ""
     seconds: Sequence[float] = ()
@@ -226,6 +233,7 @@ def conclude(agreement: Agreement) -> Outcome:
         save_last=any(row.get("save_last", False) for row in rows),
         busy=any(row.get("busy", False) for row in rows),
         values=_means(values),
+        saved=_ended([row["saved"] for row in rows if "saved" in row]),
         states={i: record.state for i, record in leaves.items() if record.state},
         unequal=_unequal([row.get("guard", {}) for row in rows]),
         seconds=tuple(row.get("seconds", 0.0) for row in rows),
@@ -235,6 +243,11 @@ def conclude(agreement: Agreement) -> Outcome:
 def _first(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
     """Return what the one worker that speaks for all said, None if nobody did."""
     return next((row[key] for row in rows if row.get(key) is not None), None)
+
+
+def _ended(said: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return how a save has ended: whoever knows that it is durable is right."""
+    return next((each for each in said if each["ok"]), said[0] if said else {})
 
 
 def _unequal(guards: Sequence[Mapping[str, int]]) -> str:

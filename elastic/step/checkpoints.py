@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from elastic.step.extras import Extras
 
 _HALF_SLACK_BYTES = 1 << 20
+_WAITS_KEPT = 1000
 
 
 class SaveHandle:
     """A request for a checkpoint, answered when it is durable.
 
     `wait` inside a step is refused: the step has to end before anything is saved. Between steps all
-    workers have to call it alike, as they call `ctx.evaluate`.
+    workers have to call it alike, as they call `ctx.evaluate`, and all get the same answer.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.ok: bool | None = None
         self.error: str | None = None
-        self._poll: Callable[[], None] = lambda: None
-        self._hurry: Callable[[SaveHandle], None] = lambda _handle: None
+        self._wait: Callable[[SaveHandle, float], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -46,11 +46,13 @@ class SaveHandle:
         return self.ok is not None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the checkpoint is committed; False when it failed or time ran out."""
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._hurry(self)
-        while self.ok is None and time.monotonic() < deadline:
-            self._poll()
+        """Wait until the checkpoint is committed; False when it failed or time ran out.
+
+        Time has run out for all workers when it has for one of them. When the World changes
+        meanwhile, what was lost of the checkpoint is saved again.
+        """
+        if self._wait is not None:
+            self._wait(self, math.inf if timeout_s is None else time.monotonic() + timeout_s)
         return bool(self.ok)
 
 
@@ -73,18 +75,21 @@ class Checkpoints:
         self._asked: list[SaveHandle] = []
         self._last_time_s = time.monotonic()
         self._retry = False
-        self.last_staged = 0
-        self.last_committed = 0
+        self._staged_as = 0
+        self._staged_in = 0  # the World in which `staged_step` was staged by this worker
+        self._waiting: SaveHandle | None = None
+        self._deadline_s = math.inf
+        self._waits_at: tuple[int, int] = (-2, 0)
         self.agree_to_save: Callable[[], None] = lambda: None
+        self.place: Callable[[], int] = lambda: 0
         driver.on_save_last = self.save_last
+        driver.on_saved = self._saved
 
     # -- wishes -------------------------------------------------------------------------------
 
     def ask(self) -> SaveHandle:
         """Ask for a checkpoint of the step under way; several asks in a step are one."""
         handle = SaveHandle()
-        handle._poll = self._wait_message
-        handle._hurry = self._hurry
         driver = self._driver
         if not self.enabled:
             handle.ok = False
@@ -95,11 +100,13 @@ class Checkpoints:
         elif driver.step == 0:
             handle.ok = False
             handle.error = "there is nothing to save before the first step"
-        elif self.last_staged == driver.step:
+        elif driver.staged_step == driver.step:
             self._attach(handle)
         else:
             driver.want_save_last = True
             self._asked.append(handle)
+        if handle.ok is not False:
+            handle._wait = self._wait
         return handle
 
     @staticmethod
@@ -111,23 +118,73 @@ class Checkpoints:
 
     def _attach(self, handle: SaveHandle) -> None:
         """Answer for a step that was staged before."""
-        step, key = self.last_staged, (self.last_staged, self._driver.agreed_generation)
-        if self.last_committed >= step:
+        step = self._driver.staged_step
+        if self._driver.saved_step >= step:
             handle.step, handle.ok = step, True
         else:
-            self._unfinished.setdefault(key, []).append(handle)
+            self._unfinished.setdefault((step, self._staged_as), []).append(handle)
 
-    def _hurry(self, handle: SaveHandle) -> None:
-        """Let a wait between steps not wait for a step that may never come."""
-        if self._driver.leaf is not None:
+    # -- waiting ------------------------------------------------------------------------------
+
+    def _wait(self, handle: SaveHandle, deadline_s: float) -> None:
+        """Wait with all other workers until one of them knows how the save has ended.
+
+        Each of them may hear of it at another moment, or die, or come in meanwhile: so it is
+        agreed on, again and again. A joiner is answered with waits that were over before.
+        """
+        driver = self._driver
+        if driver.leaf is not None:
             raise UserError(
                 "wait() of ctx.save() was called inside the step that is to be saved; call it "
                 "after the loop, or between epochs"
             )
-        while handle in self._asked:
-            self.agree_to_save()
-            if handle in self._asked:  # no half of the arena is free yet, on all workers alike
+        place = self.place()
+        at, ordinal = self._waits_at
+        self._waits_at = (place, ordinal + 1 if at == place else 0)
+        self._waiting, self._deadline_s = handle, deadline_s
+        while (record := self._record()) is None:
+            self.take_messages()
+            if not any(self.awaited()) or len(self._busy) >= 2:
                 self._wait_message()
+            self.agree_to_save()
+        self._waiting = None
+        handle.ok = record["ok"]
+        handle.step = record["saved"] if record["ok"] else handle.step
+        if not record["ok"] and handle.error is None:
+            handle.error = "the save failed, or the time to wait for it was over, on some worker"
+
+    def awaited(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether the last step is to be staged (again), and how the save has ended."""
+        handle, driver = self._waiting, self._driver
+        if handle is None:
+            return driver.want_save_last, {}
+        key = next((k for k, handles in self._unfinished.items() if handle in handles), None)
+        if handle.ok is None and key is not None and driver.saved_step >= key[0]:
+            handle.step, handle.ok = driver.saved_step, True
+        if handle.ok is not None:
+            return False, {"ok": handle.ok, "step": handle.step}
+        if time.monotonic() >= self._deadline_s:
+            return False, {"ok": False, "step": None}
+        # A part of what was staged in an earlier World may be lost with who had it.
+        return key is None or self._staged_in != driver.generation, {}
+
+    def _saved(self, outcome: Outcome) -> None:
+        """Keep how the wait has ended: a joiner may come in right after it."""
+        place, ordinal = self._waits_at
+        ended = {"place": place, "ordinal": ordinal, "ok": outcome.saved["ok"]}
+        ended["saved"] = outcome.saved["step"]
+        self._extras.waits = [*self._extras.waits, ended][-_WAITS_KEPT:]
+
+    def _record(self) -> dict[str, Any] | None:
+        place, ordinal = self._waits_at
+        return next(
+            (
+                past
+                for past in self._extras.waits
+                if past["place"] == place and past["ordinal"] == ordinal
+            ),
+            None,
+        )
 
     def wish(self) -> bool:
         """Return True when this worker wants the step under way to be saved (by time, by retry)."""
@@ -153,14 +210,20 @@ class Checkpoints:
         every = self._driver.config.save_every_steps
         due = outcome.save or (every is not None and step % every == 0)
         if due:
-            self._save(outcome, step)
+            # Usually that is the World that agreed on the step. After a reshape it is the new one:
+            # parts from before it, which has another lineage, do not go with these.
+            self._save(outcome, step, self._driver.generation)
 
     def save_last(self, outcome: Outcome) -> None:
         """Stage the step before the one that is agreed on, as asked for between the two."""
-        if self.enabled and self.last_staged != self._driver.step:
-            self._save(outcome, self._driver.step)
+        driver = self._driver
+        if self.enabled and (driver.staged_step, self._staged_in) != (
+            driver.step,
+            driver.generation,
+        ):
+            self._save(outcome, driver.step, driver.generation)
 
-    def _save(self, outcome: Outcome, step: int) -> None:
+    def _save(self, outcome: Outcome, step: int, generation: int) -> None:
         if outcome.busy:
             self._driver.events.emit(
                 "checkpoint.skipped",
@@ -169,12 +232,20 @@ class Checkpoints:
             )
             self._retry = True
             return
-        self.stage(step)
+        self.stage(step, generation)
 
-    def stage(self, step: int) -> None:
-        """Copy this worker's part of the state into its arena."""
+    def stage(self, step: int, generation: int) -> None:
+        """Copy this worker's part of the state into its arena.
+
+        Args:
+            step: the last step.
+            generation: that agreed on the step, or on saving it.
+
+        Raises GroupBroken when copies that heal this World, and are part of it, do not arrive.
+        """
         driver = self._driver
         assert driver.layout is not None
+        driver.finish_healing()
         driver.phase(WorkerPhase.SAVE)
         began_s = time.monotonic()
         mine = [s for s, who in enumerate(driver.placement) if who[0] == driver.worker_id]
@@ -184,7 +255,7 @@ class Checkpoints:
             self._arena = Arena(self._arena_fd, total + _HALF_SLACK_BYTES)
         half = self._arena.stage(
             step=step,
-            generation=driver.agreed_generation,
+            generation=generation,
             pieces=pieces,
             extra=self._extras.to_dict(),
             segments=mine,
@@ -200,23 +271,33 @@ class Checkpoints:
             return
         self._busy.add(half)
         self._last_time_s = time.monotonic()
-        self.last_staged = step
-        key = (step, driver.agreed_generation)
-        self._unfinished.setdefault(key, []).extend(self._asked)
+        driver.staged_step, self._staged_in, self._staged_as = step, driver.generation, generation
+        handles = self._asked
+        for key in [k for k in self._unfinished if k[0] == step]:  # an earlier try, in vain
+            handles.extend(self._unfinished.pop(key))
+        self._unfinished[step, generation] = handles
         self._asked = []
         driver.events.emit(
             "checkpoint.staged", step=step, bytes=total, blocked_ms=blocked_ms, half=half
         )
+        if driver.committed >= step:
+            self.step_committed(step)
         driver.control.send(
             t="staged",
             step=step,
-            generation=driver.agreed_generation,
+            generation=generation,
             half=half,
             bytes=total,
             segments=mine,
             num_segments=driver.layout.num_segments,
             lineage=driver.lineage,
         )
+
+    def step_committed(self, step: int) -> None:
+        """Tell the agent, if this step was staged under another World than agreed on it."""
+        driver = self._driver
+        if step == driver.staged_step and self._staged_as != driver.agreed_generation:
+            driver.control.send(t="committed", step=step, generation=self._staged_as)
 
     def reshaped(self) -> None:
         """After a reshape, ask again for a checkpoint that may have lost a part."""
@@ -238,7 +319,7 @@ class Checkpoints:
     def _done(self, message: dict[str, Any]) -> None:
         step, generation = message["step"], message["generation"]
         if message["ok"]:
-            self.last_committed = max(self.last_committed, step)
+            self._driver.saved_step = max(self._driver.saved_step, step)
         handles = self._unfinished.pop((step, generation), [])
         for handle in handles:
             handle.step = step

@@ -125,12 +125,16 @@ class Driver:
         self.heal_bytes = 0
         self.formed = False
         self.after_step_done = 0
+        self.outcome_due = False  # of the last step, to be told to `on_outcome`
         self.position = Position()
         self.stopping = False
         self.want_stop = False
         self.want_save = False
         self.want_save_last = False
+        self.staged_step = 0  # last step that was staged; a joiner has it from the others
+        self.saved_step = 0  # last step that is known to be durable
         self.on_save_last: Callable[[Outcome], None] = lambda _outcome: None
+        self.on_saved: Callable[[Outcome], None] = lambda _outcome: None
         self.save_busy: Callable[[], bool] = lambda: False
         self.on_outcome: Callable[[Outcome, int], None] = lambda _outcome, _step: None
         self.on_formed: Callable[[], None] = lambda: None
@@ -330,6 +334,11 @@ class Driver:
 
     def after_step(self) -> None:
         """Run what happens once per applied step, when all rows are in place."""
+        self.run_step_functions()
+        self.tell_outcome()
+
+    def run_step_functions(self) -> None:
+        """Run the user's functions of an applied step; after that its global state is whole."""
         assert self.layout is not None
         if self.after_step_done >= self.step or self.outcome is None:
             return
@@ -338,7 +347,13 @@ class Driver:
         self.plan = None
         for function in self.step_functions:
             function()
-        self.on_outcome(self.outcome, self.step)
+        self.outcome_due = True
+
+    def tell_outcome(self) -> None:
+        """Save the last step, if its agreement says so and it was not done yet."""
+        if self.outcome_due and self.outcome is not None:
+            self.outcome_due = False
+            self.on_outcome(self.outcome, self.step)
 
     def finish_healing(self) -> None:
         """Complete the copies that heal this generation; part of the gate of every agreement."""
@@ -387,7 +402,9 @@ class Driver:
         self.agreement = agreement
         self.seq = agreement.seq
         self.outcome = outcome
-        if outcome.save_last and agreement.generation == self.generation:
+        if outcome.saved:
+            self.on_saved(outcome)
+        elif outcome.save_last and agreement.generation == self.generation:
             self.on_save_last(outcome)
         if agreement.kind in ("step", "save"):
             self.want_save_last = False

@@ -190,12 +190,7 @@ class Reformer:
         if plan.lost:
             raise Reenter
         self._take_agreement(plan)
-        self._share_extras(plan, inventories, group)
         self._install_placement(plan, world, group)
-        if plan.base != "checkpoint":  # which adds its own base when it is loaded
-            # Every generation is on the lineage from its first step: without it, what this run
-            # saves would not be found as its own.
-            driver.lineage = [*driver.lineage, [world.generation, driver.step]]
         self.times.recovered_s = time.monotonic()
         if plan.base == "checkpoint":
             self._restore(plan, group)
@@ -208,6 +203,14 @@ class Reformer:
         step = driver.step if plan.base == "checkpoint" else plan.step
         driver.row_steps = [step] * driver.layout.num_segments
         driver.layout.install_constants()
+        # A step may have been applied whose rows did not arrive before the World changed. What the
+        # user does once per step comes first: a joiner must get the state as it is after the step.
+        driver.run_step_functions()
+        self._share_extras(plan, inventories, group)
+        if plan.base != "checkpoint":  # which adds its own base when it is loaded
+            # Every generation is on the lineage from its first step: without it, what this run
+            # saves would not be found as its own.
+            driver.lineage = [*driver.lineage, [world.generation, driver.step]]
         driver.healing = group.start(
             lambda: transfer_state(plan.state, rank_of, group, layout, optimizers)
         )
@@ -219,7 +222,7 @@ class Reformer:
         now = {ref.worker_id for ref in world.workers}
         self.times.joined = len(now - before)
         self.times.left = len(before - now)
-        driver.after_step()
+        driver.tell_outcome()
 
     def tell_unclaimed(self) -> None:
         """Say once, when the first step begins, which restored state nothing has asked for."""
