@@ -13,9 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console as RichConsole
@@ -35,6 +36,9 @@ from elastic.errors import (
 )
 from elastic.events import EventTail, read_events
 from elastic.script import run_module, run_script
+
+if TYPE_CHECKING:
+    from elastic.audit import Report
 
 _FOLLOW_PAUSE_S = 0.1
 
@@ -307,6 +311,52 @@ def events_command(
     except BrokenPipeError:
         # The reader has seen enough; what the interpreter still holds must not fail on its way.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@commands.command("audit")
+@_as_json
+@click.argument("job")
+def audit_command(job: str, as_json: bool) -> None:  # noqa: FBT001 - as above
+    """Prove from the events of JOB that every sample of every epoch is in exactly one step.
+
+    Exit code 1 if it is not so.
+    """
+    from elastic.audit_runs import audit_job  # NumPy is for this command alone
+
+    report, runs = audit_job(job)
+    if as_json:
+        epochs = [{**asdict(epoch), "whole": epoch.whole} for epoch in report.epochs]
+        answer = {**asdict(report), "epochs": epochs, "ok": report.ok, "runs": [*map(str, runs)]}
+        click.echo(json.dumps(answer))
+    else:
+        _show_audit(report, len(runs))
+    sys.exit(int(ExitCode.DONE if report.ok else ExitCode.ANSWER_IS_NO))
+
+
+def _show_audit(report: Report, num_runs: int) -> None:
+    table = Table("loader", "epoch", "steps", "samples", "proved", box=None, pad_edge=False)
+    for each in report.epochs:
+        of = "?" if each.samples_of_epoch is None else each.samples_of_epoch
+        table.add_row(
+            str(each.loader),
+            str(each.epoch),
+            f"{each.steps} of {each.steps_of_epoch}",
+            f"{each.samples} of {of}",
+            each.proved,
+        )
+    console = RichConsole(highlight=False, soft_wrap=True)
+    console.print(table)
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    lost = f"; {report.superseded} more were done behind a checkpoint that was gone back to"
+    console.print(
+        f"steps {report.first_step} to {report.last_step} of {runs}"
+        + (lost if report.superseded else ""),
+        markup=False,
+    )
+    for problem in report.problems:
+        console.print(f"wrong: {problem}", markup=False)
+    if report.ok:
+        console.print("every sample counts once", markup=False)
 
 
 # -- ending -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,7 +169,9 @@ class Context:
             device=driver.device,
             index=len(self._loaders),
             close_fds=(driver.control.fileno(),),
+            on_read=partial(driver.note_read, len(self._loaders)),
         )
+        driver.events.emit("data.order", loader=len(self._loaders), **batches.facts())
         answer = PreparedLoader(loader, batches, self._engine)
         self._loaders.append(answer)
         return answer

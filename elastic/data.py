@@ -23,7 +23,8 @@ import torch
 
 from elastic.data_order import Order
 from elastic.data_workers import Fetcher, LoaderWorkers, Tag
-from elastic.rng import derive_seed, generators_set_to
+from elastic.rng import generators_set_to
+from elastic.seeds import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +42,10 @@ class MicroBatches:
         device: where batches are moved to.
         index: the place of this loader among the prepared ones; each has an order of its own.
         close_fds: descriptors that forked loader processes must not keep, or a function for them.
+        on_read: gets (epoch, step in it, samples, their hash) of each batch that is handed out.
     """
 
-    def __init__(  # noqa: PLR0913 - a loader and five facts of the job
+    def __init__(  # noqa: PLR0913 - a loader and six facts of the job
         self,
         loader: DataLoader[Any],
         *,
@@ -52,7 +54,9 @@ class MicroBatches:
         device: torch.device | str = "cpu",
         index: int = 0,
         close_fds: Sequence[int] | Callable[[], Sequence[int]] = (),
+        on_read: Callable[[int, int, int, int | None], None] = lambda *_: None,
     ) -> None:
+        self._on_read = on_read
         self._source = derive_seed("loader", seed, index)
         self._order = Order(loader, self._source)
         self._num_leaves = num_leaves
@@ -77,6 +81,17 @@ class MicroBatches:
         """Global steps of an epoch, the last of which may have empty leaves."""
         return -(-self._order.num_micro_batches // self._num_leaves)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what an auditor needs to say which samples every step must have read."""
+        return {
+            "order": self._order.kind,
+            "samples": self._order.num_places,
+            "batch_size": self._order.batch_size,
+            "micro_batches": self._order.num_micro_batches,
+            "leaves": self._num_leaves,
+            "source": f"{self._source:016x}",
+        }
+
     def counts(self, epoch: int, j: int) -> tuple[int, ...]:
         """Return the number of samples of each leaf of step j; in a tail the last may have 0."""
         return tuple(
@@ -94,10 +109,14 @@ class MicroBatches:
         if self._workers is None:
             key, source = self._task_of(tag)
             with generators_set_to(source):
-                batch = self._fetcher.fetch(key)
-            return to_device(batch, self._device, pin=self._pin)
-        self._enter(epoch)
-        return to_device(self._workers.fetch(tag), self._device)
+                batch, read = self._fetcher.fetch(key)
+            batch = to_device(batch, self._device, pin=self._pin)
+        else:
+            self._enter(epoch)
+            batch, read = self._workers.fetch(tag)
+            batch = to_device(batch, self._device)
+        self._on_read(epoch, j, *read)
+        return batch
 
     def prefetch(self, epoch: int, j: int, leaves_for: Callable[[int], Sequence[int]]) -> None:
         """Let loader processes work ahead from step j to the end of the epoch.
@@ -181,14 +200,15 @@ def evaluation_batches(
         for tag in tags:
             key, source = task_of(tag)
             with generators_set_to(source):
-                batch = fetcher.fetch(key)
+                batch, _ = fetcher.fetch(key)
             yield to_device(batch, device, pin=pin)
         return
     workers = LoaderWorkers(loader, task_of, pin=pin, close_fds=_as_function(close_fds))
     try:
         workers.follow(iter(tags), lambda _: True)
         for tag in tags:
-            yield to_device(workers.fetch(tag), device)
+            batch, _ = workers.fetch(tag)
+            yield to_device(batch, device)
     finally:
         workers.close()
 

@@ -30,7 +30,8 @@ from torch.utils.data import (
 
 from elastic.errors import Misconfigured
 from elastic.permutation import Permutation
-from elastic.rng import derive_seed, generators_set_to
+from elastic.rng import generators_set_to
+from elastic.seeds import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,6 +80,15 @@ class Order:
     def batch_size(self) -> int:
         """Places per micro-batch; 1 when the sampler itself says what is in a micro-batch."""
         return self._width or 1
+
+    @property
+    def kind(self) -> str:
+        """How places become samples: "permuted", "stored", "sampler" or "batches" (a sampler's)."""
+        if self._permuted:
+            return "permuted"
+        if self._stored:
+            return "stored"
+        return "batches" if self._width is None else "sampler"
 
     def key(self, epoch: int, micro_batch: int) -> Any:
         """Return what a fetcher needs to make this micro-batch: indices, or the sampler's word."""

@@ -30,12 +30,14 @@ import torch.multiprocessing
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from elastic.digest import digest_of
 from elastic.rng import set_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Tag = tuple[int, int, int]  # epoch, step within it, leaf
+Read = tuple[int, int | None]  # how many samples, and the hash of their numbers if they have one
 
 _PR_SET_PDEATHSIG = 1
 _HELD_WHILE_STARTING = (
@@ -62,12 +64,13 @@ class Fetcher:
         """Return the fetcher of a DataLoader."""
         return cls(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
 
-    def fetch(self, key: Any) -> Any:
-        """Read the samples that `key` names and collate them."""
+    def fetch(self, key: Any) -> tuple[Any, Read]:
+        """Read the samples that `key` names and collate them; also which they were."""
         if not self.whole_batches:
-            return self.collate(self.dataset[key])
+            return self.collate(self.dataset[key]), (1, digest_of(key))
         read_many = getattr(self.dataset, "__getitems__", None)
-        return self.collate(read_many(key) if read_many else [self.dataset[i] for i in key])
+        batch = self.collate(read_many(key) if read_many else [self.dataset[i] for i in key])
+        return batch, (len(key), digest_of(key))
 
 
 class LoaderWorkers:
@@ -114,9 +117,14 @@ class LoaderWorkers:
             self._start()
         while self._out and self._out[0].idle:  # makes room for the plan; an idle task is no work
             self._receive()
+            if self._out and self._out[-1].idle:
+                break  # what was sent just now: the plan has nothing that is not there already
 
-    def fetch(self, tag: Tag) -> Any:
-        """Return this micro-batch, planned or not; raises what its dataset raised."""
+    def fetch(self, tag: Tag) -> tuple[Any, Read]:
+        """Return this micro-batch, planned or not; raises what its dataset raised.
+
+        With it comes what the process has read that made it.
+        """
         if tag not in self._waiting and not self._is_out(tag):
             self._urgent.append(tag)
         if self._results is None:
@@ -126,7 +134,8 @@ class LoaderWorkers:
         got = self._waiting.pop(tag)
         if isinstance(got, ExceptionWrapper):
             got.reraise()  # type: ignore[no-untyped-call]
-        return got
+        batch, read = got
+        return batch, read
 
     def close(self) -> None:
         """End the loader processes; a later fetch starts new ones."""

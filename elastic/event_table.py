@@ -82,10 +82,14 @@ EVENTS: dict[str, EventSpec] = {
         "detect_ms agree_ms total_ms base",
     ),
     # steps
+    "data.order": _spec(
+        "loader order samples batch_size micro_batches leaves source",
+        "how a prepared loader's samples are shared out to steps",
+    ),
     "step.committed": _spec(
         "step epoch log duration_s samples lr",
         "the step counts on every worker",
-        "index grad_norm split",
+        "index grad_norm split reads",
     ),
     "step.redone": _spec("step", "the step is computed again after a reshape"),
     "step.skipped": _spec("step reason", "the step changed no parameter"),

@@ -20,6 +20,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ROUNDS = 8
 _HALF_BITS_MIN = 4
@@ -59,6 +65,26 @@ class Permutation:
         while value >= self.length:
             value = self._pass(value)
         return value
+
+    def block(self, start: int, stop: int) -> NDArray[np.uint64]:
+        """Return the values at the places start..stop at once: uint64[stop - start]."""
+        if not 0 <= start <= stop <= self.length:
+            raise IndexError(f"places {start}..{stop} are outside range({self.length})")
+        values = self._pass_all(np.arange(start, stop, dtype=np.uint64))
+        while (outside := np.flatnonzero(values >= np.uint64(self.length))).size:
+            values[outside] = self._pass_all(values[outside])
+        return values
+
+    def _pass_all(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        bits, mask = np.uint64(self._half_bits), np.uint64(self._half_mask)
+        shift = np.uint64(self._shift)
+        left, right = values >> bits, values & mask
+        with np.errstate(over="ignore"):
+            for key in self._keys:
+                mixed = (right ^ np.uint64(key)) * np.uint64(_MULTIPLIER_A)
+                mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(_MULTIPLIER_B)
+                left, right = right, left ^ (mixed >> shift)
+        return (left << bits) | right
 
     def _pass(self, value: int) -> int:
         """Send a value of the 2k-bit range through the network once."""

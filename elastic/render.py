@@ -260,6 +260,10 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     "generation.fenced": lambda r: f"fenced out of generation {r.get('generation')}",
     "reshape.started": lambda r: f"reshape: {r['cause']} (while in {r['phase']})",
     "reshape.finished": _reshaped,
+    "data.order": lambda r: (
+        f"loader {r['loader']}: {r['samples']} samples ({r['order']}), "
+        f"{r['leaves']} micro-batches of {r['batch_size']} per step"
+    ),
     "step.committed": lambda r: (
         f"step {r['step']} committed in {float(r['duration_s']):.3f} s  " + values(r["log"])
     ),

@@ -12,7 +12,6 @@ otherwise give the same stream. Does not: reach generators that user code made f
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from contextlib import contextmanager
@@ -20,14 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic.seeds import derive_seed
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return the 64-bit number that belongs to these parts; the same in every process."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def seed_everything(seed: int, step: int, leaf: int) -> None:

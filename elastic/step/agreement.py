@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
+
+from elastic.digest import add
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +29,27 @@ VOID = "void"
 """Kind of the agreement of a step that some worker calls void: nobody applies it, all redo it."""
 
 
+class Read(NamedTuple):
+    """Samples read from one loader.
+
+    Args:
+        loader: its place among the prepared ones.
+        epoch, part: which step of which epoch.
+        samples: how many.
+        digest: hash of their numbers (elastic/digest.py), None when they have none.
+    """
+
+    loader: int
+    epoch: int
+    part: int
+    samples: int
+    digest: int | None
+
+    def plain(self) -> list[Any]:
+        """Return it as it stands in the event log."""
+        return [*self[:4], None if self.digest is None else f"{self.digest:016x}"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRecord:
     """What one micro-batch contributed besides its gradient.
@@ -35,11 +58,13 @@ class LeafRecord:
         samples: number of samples in it.
         log: values given to `ctx.log`, as floats.
         state: name -> new plain state, for state per virtual rank that the body changed.
+        reads: what was read from each loader.
     """
 
     samples: int
     log: Mapping[str, float]
     state: Mapping[str, Any] = field(default_factory=dict)
+    reads: Sequence[Read] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +112,10 @@ class Payload:
         said = {
             "norms": list(self.norms.items()),
             "touched": touched,
-            "leaves": [[i, r.samples, dict(r.log), dict(r.state)] for i, r in self.leaves.items()],
+            "leaves": [
+                [i, r.samples, dict(r.log), dict(r.state), list(r.reads)]
+                for i, r in self.leaves.items()
+            ],
             "hyper": self.hyper,
             "scheduler_calls": (
                 None if self.scheduler_calls is None else list(self.scheduler_calls.items())
@@ -130,6 +158,7 @@ class Outcome:
         values: evaluation results, name -> sum / count.
         saved: how the save that all wait for has ended, empty while nobody knows: durable if
             anybody knows that it is.
+        reads: what the whole step has read from each loader.
         states: leaf -> name -> new plain state of a virtual rank.
         unequal: what should be equal on all workers and is not, "" if nothing.
         seconds: by rank, how long each worker computed.
@@ -150,6 +179,7 @@ class Outcome:
     busy: bool
     values: Mapping[str, float]
     saved: Mapping[str, Any] = field(default_factory=dict)
+    reads: Sequence[Read] = ()
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     unequal: str = ""
     seconds: Sequence[float] = ()
@@ -211,8 +241,10 @@ def conclude(agreement: Agreement) -> Outcome:
     for row in rows:
         norms.update((int(s), float(n)) for s, n in row.get("norms", ()))
         touched |= int.from_bytes(row.get("touched", b""), "little")
-        for i, samples, log, state in row.get("leaves", ()):
-            leaves[int(i)] = LeafRecord(samples=samples, log=log, state=state)
+        for i, samples, log, state, reads in row.get("leaves", ()):
+            leaves[int(i)] = LeafRecord(
+                samples=samples, log=log, state=state, reads=[Read(*each) for each in reads]
+            )
         for rank, names in row.get("values", ()):
             values[int(rank)] = {k: (s, c) for k, s, c in names}
     total = math.fsum(norms[s] for s in sorted(norms)) if _all_finite(norms) else math.inf
@@ -234,10 +266,25 @@ def conclude(agreement: Agreement) -> Outcome:
         busy=any(row.get("busy", False) for row in rows),
         values=_means(values),
         saved=_ended([row["saved"] for row in rows if "saved" in row]),
+        reads=_all_reads(leaves),
         states={i: record.state for i, record in leaves.items() if record.state},
         unequal=_unequal([row.get("guard", {}) for row in rows]),
         seconds=tuple(row.get("seconds", 0.0) for row in rows),
     )
+
+
+def _all_reads(leaves: Mapping[int, LeafRecord]) -> tuple[Read, ...]:
+    found: dict[tuple[int, int, int], Read] = {}
+    for record in leaves.values():
+        for read in record.reads:
+            before = found.get(read[:3], Read(*read[:3], 0, 0))
+            known = before.digest is not None and read.digest is not None
+            found[read[:3]] = Read(
+                *read[:3],
+                before.samples + read.samples,
+                add((before.digest or 0, read.digest or 0)) if known else None,
+            )
+    return tuple(found[key] for key in sorted(found))
 
 
 def _first(rows: Sequence[Mapping[str, Any]], key: str) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.errors import UserError
 from elastic.rng import seed_everything
-from elastic.step.agreement import LeafRecord
+from elastic.step.agreement import LeafRecord, Read
 from elastic.step.gradients import LeafFold
 from elastic.step.process_group import GroupBroken
 from elastic.step.tap import GradientTap
@@ -51,6 +51,7 @@ class StepCompute:
         self.seconds = 0.0
         self._entered_at_s = 0.0
         self.records: dict[int, LeafRecord] = {}
+        self.reads: list[Read] = []
         self.hyper: list[Any] | None = None
         self.scheduler_calls: dict[int, int] | None = None
         self.scaler_updates: list[int] | None = None
@@ -97,6 +98,7 @@ class StepCompute:
         self._layout.restore_buffers()
         driver.prepared.virtual.enter(leaf)
         seed_everything(driver.config.seed, plan.step, leaf)
+        self.reads = []
         self._recorder.open()
         self._recorder.wants_hyper = leaf == 0
         scaled = any(scaler.is_enabled() for scaler in driver.prepared.scalers)
@@ -134,6 +136,7 @@ class StepCompute:
             samples=plan.counts[leaf],
             log=dict(recorder.log),
             state=driver.prepared.virtual.leave(leaf),
+            reads=self.reads,
         )
         self.seconds += time.monotonic() - self._entered_at_s
         if leaf == 0:

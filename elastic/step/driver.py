@@ -23,7 +23,15 @@ import torch
 
 from elastic.agent.progress import WorkerPhase
 from elastic.errors import UserError
-from elastic.step.agreement import VOID, Outcome, Payload, conclude, kind_of, pack_result
+from elastic.step.agreement import (
+    VOID,
+    Outcome,
+    Payload,
+    Read,
+    conclude,
+    kind_of,
+    pack_result,
+)
 from elastic.step.compute import StepCompute
 from elastic.step.guard import checksums, difference
 from elastic.step.layout import StateLayout
@@ -253,6 +261,13 @@ class Driver:
         assert self.compute is not None
         self.leaf = None
         self.compute.leave(leaf)
+
+    def note_read(
+        self, loader: int, epoch: int, index: int, samples: int, digest: int | None
+    ) -> None:
+        """Take note of what the body of the running micro-batch gets from a loader."""
+        if self.compute is not None:
+            self.compute.reads.append(Read(loader, epoch, index, samples, digest))
 
     def abandon(self) -> None:
         """Leave the step under way, because its generation is over."""
@@ -508,6 +523,7 @@ class Driver:
             grad_norm=record.outcome.norm,
             index=record.index,
             split=self.split,
+            reads=[read.plain() for read in record.outcome.reads],
         )
         self.on_committed(record)
 

@@ -32,7 +32,8 @@ from torch.utils.data import (
 
 from elastic.data import MicroBatches, evaluation_batches, num_evaluation_batches, to_device
 from elastic.errors import Misconfigured
-from elastic.rng import capture_rng, derive_seed, restore_rng, seed_everything
+from elastic.rng import capture_rng, restore_rng, seed_everything
+from elastic.seeds import derive_seed
 from tests.support import alive, eventually
 
 LEAVES = 4
@@ -391,6 +392,19 @@ def test_a_new_epoch_is_read_ahead_before_its_first_batch_is_asked_for(open_sour
     assert data.reads.value == 4  # the epoch is over: its processes idle
     source.prefetch(1, 0, lambda j: range(LEAVES))
     eventually(lambda: data.reads.value == 6, what="the new epoch's first batches")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_new_plan_near_the_end_that_is_read_already_waits_for_nothing(open_source, workers):
+    data = Counted(4)
+    source = open_source(data, batch_size=1, num_workers=workers, prefetch_factor=4)
+    source.prefetch(0, 0, lambda j: range(LEAVES))
+    assert source.fetch(0, 0, 3).tolist() == [3]  # the others came before it, and the epoch is over
+    source.prefetch(0, 0, lambda j: range(3))
+    for leaf in range(3):
+        assert source.fetch(0, 0, leaf).tolist() == [leaf]
+    assert data.reads.value == 4
 
 
 class Gated(Counted):
