@@ -10,6 +10,8 @@ import contextlib
 import signal
 from typing import Any
 
+from ckpt.arena import ArenaReader
+from ckpt.commit import Missing, assemble, make_entry
 from ckpt.frames import send_frame
 from elastic.membership.messages import Mode
 from tests.local_world import LocalWorld, WorkerProcess
@@ -18,8 +20,8 @@ from tests.local_world import LocalWorld, WorkerProcess
 class KeptWorld(LocalWorld):
     """A LocalWorld whose dead are replaced until all members have finished.
 
-    Saves are answered as by a service that is never behind: done once the staged parts of a step
-    cover all segments and some worker has called the step committed.
+    Saves are answered as by a service that is never behind: done once some worker has called the
+    step committed and the staged parts are a checkpoint by the rules of `ckpt`.
     """
 
     mode = Mode.BOUNDARY
@@ -30,7 +32,7 @@ class KeptWorld(LocalWorld):
         started = self.spawn(count) + self.spawn(spares, first=False)
         self.until(lambda: all(w.said("ready") or w.status is not None for w in started))
         self._full = count
-        self._staged: dict[tuple[int, int], set[int]] = {}
+        self._parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._answered: set[tuple[int, int]] = set()
         self.form(started[:count])
 
@@ -70,25 +72,56 @@ class KeptWorld(LocalWorld):
         )
 
     def on_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        """Free a staged half at once, and tell all when a checkpoint is whole."""
+        """Read a staged half and free it at once; tell all when a checkpoint is whole."""
+        if message["t"] == "staged":
+            entry = self._entry(worker, message["half"])
+            assert (entry["step"], entry["generation"]) == (message["step"], message["generation"])
+            self._parts.setdefault((message["step"], message["generation"]), []).append(entry)
         super().on_message(worker, message)
         if message["t"] not in ("staged", "committed"):
             return
-        if message["t"] == "staged":
-            key = (message["step"], message["generation"])
-            self._staged.setdefault(key, set()).update(message["segments"])
-        committed = {m["step"] for w in self.workers for m in w.said("committed")}
-        for (step, generation), segments in self._staged.items():
-            whole = len(segments) == self._num_segments()
-            if whole and step in committed and (step, generation) not in self._answered:
-                self._answered.add((step, generation))
-                told = {"t": "save_done", "step": step, "generation": generation, "ok": True}
-                for other in self.alive:
-                    with contextlib.suppress(OSError):
-                        send_frame(other.sock, told)
+        committed = {
+            (m["step"], m["generation"]) for w in self.workers for m in w.said("committed")
+        }
+        for key, parts in self._parts.items():
+            step, generation = key
+            if key not in committed or key in self._answered:
+                continue
+            # Raises Conflict when parts contradict each other or lack rows.
+            if isinstance(assemble(parts, step=step, generation=generation), Missing):
+                continue
+            self._answered.add(key)
+            told = {"t": "save_done", "step": step, "generation": generation, "ok": True}
+            for other in self.alive:
+                with contextlib.suppress(OSError):
+                    send_frame(other.sock, told)
 
-    def _num_segments(self) -> int:
-        return next(m["num_segments"] for w in self.workers for m in w.said("staged"))
+    def _entry(self, worker: WorkerProcess, half: int) -> dict[str, Any]:
+        reader = ArenaReader(self._arena_fds[worker.slot])
+        try:
+            sealed = reader.sealed(half)
+            assert sealed is not None, "what is said to be staged is sealed"
+            footer = sealed.footer
+            return make_entry(
+                job="test",
+                node="n",
+                worker_id=worker.worker_id,
+                step=sealed.step,
+                generation=sealed.generation,
+                object="",
+                size=0,
+                crc=0,
+                footer_offset=0,
+                footer_bytes=0,
+                footer_crc=0,
+                segments=footer.segments,
+                num_segments=footer.num_segments,
+                lineage=footer.lineage,
+                extra_crc=footer.extra_crc,
+                slices=footer.slices,
+            )
+        finally:
+            reader.close()
 
     def killed(self) -> set[str]:
         """Return the workers that ended by SIGKILL."""

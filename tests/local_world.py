@@ -299,7 +299,8 @@ class LocalWorld:
         members = [w for w in self.members() if w.status is None]
         value = members[0].said("finished")[-1]["value"]
         for worker in members:
-            send_frame(worker.sock, {"t": "finish"})
+            with contextlib.suppress(OSError):  # it has died since
+                send_frame(worker.sock, {"t": "finish"})
         self.until(lambda: not self.alive, timeout_s)
         from elastic.values import from_plain
 

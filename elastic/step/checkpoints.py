@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.arena import Arena
 from elastic.agent.progress import WorkerPhase
 from elastic.errors import UserError
+from elastic.step.driver import with_generation
 from elastic.step.saving import pieces_of
 
 if TYPE_CHECKING:
@@ -253,6 +254,8 @@ class Checkpoints:
         total = sum(-(-len(data) // 64) * 64 for _, data in pieces)
         if self._arena is None:
             self._arena = Arena(self._arena_fd, total + _HALF_SLACK_BYTES)
+        # A step may be staged before the first agreement of the World that it is staged in.
+        lineage = with_generation(driver.lineage, driver.generation, step)
         half = self._arena.stage(
             step=step,
             generation=generation,
@@ -260,7 +263,7 @@ class Checkpoints:
             extra=self._extras.to_dict(),
             segments=mine,
             num_segments=driver.layout.num_segments,
-            lineage=driver.lineage,
+            lineage=lineage,
         )
         blocked_ms = 1e3 * (time.monotonic() - began_s)
         self._retry = half is None
@@ -290,7 +293,7 @@ class Checkpoints:
             bytes=total,
             segments=mine,
             num_segments=driver.layout.num_segments,
-            lineage=driver.lineage,
+            lineage=lineage,
         )
 
     def step_committed(self, step: int) -> None:

@@ -71,6 +71,17 @@ class StepRecord:
     lr: list[float]
 
 
+def with_generation(lineage: list[list[int]], generation: int, step: int) -> list[list[int]]:
+    """Return the lineage with a World in it that began from `step`; each is added once.
+
+    A World counts from its first agreement: of one that nobody completes an agreement in, some
+    workers may have been in it and others not.
+    """
+    if lineage and lineage[-1][0] >= generation:
+        return lineage
+    return [*lineage, [generation, step]]
+
+
 class Driver:
     """One worker's side of the step protocol.
 
@@ -414,6 +425,8 @@ class Driver:
         """
         outcome = conclude(agreement)
         self._publish()
+        begun = agreement.step - 1 if agreement.kind in ("step", VOID) else agreement.step
+        self.lineage = with_generation(self.lineage, agreement.generation, begun)
         self.agreement = agreement
         self.seq = agreement.seq
         self.outcome = outcome

@@ -207,10 +207,6 @@ class Reformer:
         # user does once per step comes first: a joiner must get the state as it is after the step.
         driver.run_step_functions()
         self._share_extras(plan, inventories, group)
-        if plan.base != "checkpoint":  # which adds its own base when it is loaded
-            # Every generation is on the lineage from its first step: without it, what this run
-            # saves would not be found as its own.
-            driver.lineage = [*driver.lineage, [world.generation, driver.step]]
         driver.healing = group.start(
             lambda: transfer_state(plan.state, rank_of, group, layout, optimizers)
         )

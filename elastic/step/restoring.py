@@ -170,7 +170,6 @@ class Restorer:
         driver.after_step_done = checkpoint.step
         self._extras.install_dict(checkpoint.extra)
         driver.nonfinite_run = 0  # whoever resumes after a stop for it means to try again
-        driver.lineage = [*driver.lineage, [driver.generation, checkpoint.step]]
         for target, source in self._copies:
             target.copy_(source)
         for index, segment, found in self._states:
