@@ -38,6 +38,7 @@ _PHASE_STYLES = {
     "running": "green",
     "done": "bold green",
     "reshaping": "bold yellow",
+    "stopped": "bold",
     "failed": "bold red",
 }
 

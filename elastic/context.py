@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from elastic.rng import capture_rng, restore_rng
 from elastic.step.agreement import Payload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from elastic.loops import Engine
     from elastic.step.agreement import Outcome
@@ -370,7 +371,7 @@ class Context:
                         owner += 1
                     driver.check_alive()
                     driver.progress.beat()
-                    _accumulate(values.setdefault(owner, {}), fn(batch))
+                    _accumulate(values.setdefault(owner, {}), _called(fn, batch))
         finally:
             for model_modes in modes:
                 for module, mode in model_modes:
@@ -390,6 +391,21 @@ class Context:
         for loader in self._loaders:
             with contextlib.suppress(Exception):  # the process ends anyway
                 loader.batches.close()
+
+
+def _called(fn: Callable[[Any], Mapping[str, Any]], batch: Any) -> Mapping[str, Any]:
+    """Return what the function of an evaluation found in a batch; say how it is called."""
+    hint = "it is called with one batch and returns name -> per-sample values or (sum, count)"
+    name = getattr(fn, "__name__", "the function")
+    try:
+        found = fn(batch)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # from within it, so its own
+        raise UserError(f"ctx.evaluate cannot call its function: {error}", hint=hint) from error
+    if not isinstance(found, Mapping):
+        raise UserError(f"{name} returned a {type(found).__name__} to ctx.evaluate", hint=hint)
+    return found
 
 
 def _accumulate(sums: dict[str, tuple[float, float]], found: Mapping[str, Any]) -> None:

@@ -230,7 +230,7 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     "signal.received": lambda r: (
         f"{signal_name(r['signal'])} received" + (f": {r['action']}" if r.get("action") else "")
     ),
-    "run.planned": lambda r: f"the loop is done at step {r['total_steps']}",
+    "run.planned": lambda r: f"the loop will be done at step {r['total_steps']}",
     "run.stopping": lambda r: f"stopping: {r['reason']}",
     "run.finished": _finished,
     "coord.connected": lambda r: (

@@ -81,10 +81,11 @@ def run(
         outcome = error
         raise
     finally:
+        resolved_only = outcome is None and _dry_run  # its JSON is out already
         if outcome is None:
             outcome = RunFailed(ExitCode.INFRASTRUCTURE, "the run was interrupted")
         _ledger.end(index, outcome)
-        if _as_json:
+        if _as_json and not resolved_only:
             sys.stdout.write(json.dumps(_ledger.entries[index]) + "\n")
             sys.stdout.flush()
 

@@ -14,11 +14,13 @@ from enum import StrEnum
 from typing import Any
 
 from elastic import render
+from elastic.errors import SIGNAL_BASE
 
 Record = Mapping[str, Any]
 
 RATE_STEPS = 20
 NEWS_KEPT = 4
+SHARES_EVERY_S = 60.0  # a busy machine changes them often; `elastic events` has them all
 TOKENS_KEY = "tokens_per_sample"  # a logged value of this name turns samples/s into tokens/s
 
 
@@ -70,6 +72,8 @@ class RunView:
     main_worker_id: str | None = None
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_STEPS))
     _told: set[tuple[Any, ...]] = field(default_factory=set)
+    _routine: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _shares_from_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -104,8 +108,17 @@ class RunView:
             return []
         text = self._reshape_line(record) if name == "reshape.finished" else render.line(record)
         if name not in _IN_VIEW:
-            self.news.append((str(record.get("t_wall") or "")[11:19], text))
+            self._tell(name, (str(record.get("t_wall") or "")[11:19], text))
         return [text]
+
+    def _tell(self, name: str, entry: tuple[str, str]) -> None:
+        """Add news; of what comes again and again the newest alone, so that the rest stays."""
+        if name in _ROUTINE:
+            before = self._routine.get(name)
+            if before is not None and before in self.news:
+                self.news.remove(before)
+            self._routine[name] = entry
+        self.news.append(entry)
 
     def _reshape_line(self, record: Record) -> str:
         """Return what a reshape comes to, in one line: why, how many go on, how long it took."""
@@ -132,6 +145,11 @@ class RunView:
             return self.reshapes == 0
         if name == "worker.exited":
             return record.get("exit_code") == 0 and not record.get("signal")
+        if name == "shares.changed":
+            if self.now_s < self._shares_from_s:
+                return True
+            self._shares_from_s = self.now_s + SHARES_EVERY_S
+            return False
         if name == "member.joined":
             return self.generation is None
         return name == "checkpoint.committed" and record.get("tier") == "memory"
@@ -238,7 +256,11 @@ class RunView:
         self.phase = "stopping"
 
     def _ended(self, record: Record) -> None:
-        self.phase = "done" if record.get("exit_code") == 0 else "failed"
+        code = int(record.get("exit_code") or 0)
+        if code == 0:
+            self.phase = "done"
+        else:
+            self.phase = "stopped" if code > SIGNAL_BASE else "failed"
 
 
 def _place(worker_id: str) -> str:
@@ -246,6 +268,7 @@ def _place(worker_id: str) -> str:
     return worker_id.rpartition("-")[0] or worker_id
 
 
+_ROUTINE = frozenset({"checkpoint.abandoned", "evaluate.finished", "shares.changed"})
 _IN_VIEW = frozenset({"checkpoint.committed"})  # has a row of its own in the live view
 
 # Which of several workers' records of one happening counts: the first for these fields.

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,6 +296,8 @@ class Worker:
         message = str(error) or type(error).__name__
         if isinstance(error, SystemExit):
             message = f"the script called sys.exit({error.code}) inside the training function"
+        if kind == "user":
+            message = _with_place(message, error)
         sys.stdout.flush()
         print(f"{FAILURE_MARK}\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - its own log
         self.events.emit(
@@ -341,6 +344,22 @@ def _raised_by_us(error: BaseException) -> bool:
         frame = frame.tb_next
     home = str(Path(__file__).resolve().parent)
     return frame.tb_frame.f_code.co_filename.startswith(home + os.sep)
+
+
+def _with_place(message: str, error: BaseException) -> str:
+    """Return a message with the last line of the user's own code that led to it."""
+    others = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    others.append(str(Path(__file__).resolve().parent))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *(f"{folder}{os.sep}" for folder in others)))
+    ]
+    if not frames:
+        return message
+    first, newline, rest = message.partition("\n")
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    return f"{first} ({place}){newline}{rest}"
 
 
 def _asked_by_us(error: ckpt.CheckpointError) -> bool:

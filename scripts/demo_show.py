@@ -24,6 +24,7 @@ from scripts.runs import Run
 DRAW_EVERY_S = 0.2
 PRINT_EVERY_S = 5.0
 RATE_STEPS = 10
+WIDE = 110  # columns that the status line takes with everything in it
 HOLD_S = 0.15  # an end is written down when the process is reaped, later than it is noticed
 SLOW = ("agree", "unblock", "rebuild", "heal")
 
@@ -123,10 +124,12 @@ class Show:
     def _status(self) -> Table:
         step = int(self._steps[-1]["step"])
         row = Table.grid(padding=(0, 1))
-        row.add_row(f"  {self._name}", ProgressBar(self._total, step, width=28), self._line())
+        wide = self.console.width >= WIDE
+        bar = ProgressBar(self._total, step, width=28 if wide else 12)
+        row.add_row(f"  {self._name}", bar, self._line(generation=wide))
         return row
 
-    def _line(self) -> str:
+    def _line(self, *, generation: bool = True) -> str:
         last = self._steps[-1]
         parts = [f"step {last['step']}/{self._total}"]
         if "loss" in last["log"]:
@@ -134,7 +137,8 @@ class Show:
         rate = self._rate()
         if rate is not None:
             parts.append(f"{rate:,.0f} tokens/s".replace(",", " "))
-        parts.append(f"{self._world} workers, generation {self._generation}")
+        which = f", generation {self._generation}" if generation else ""
+        parts.append(f"{self._world} workers{which}")
         return "  ".join(parts)
 
     def _rate(self) -> float | None:

@@ -104,7 +104,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; what is not given follows the size's recipe, or Everstep's rules."""
     parser = argparse.ArgumentParser(description="Train a small GPT on bytes of real text.")
     add = parser.add_argument
-    add("--size", choices=SIZES, default="default", help="about 10 M, 1.3 M or 0.1 M parameters")
+    add("--size", choices=SIZES, default="default", help="about 0.1 M, 1.3 M or 10 M parameters")
     add("--text", metavar="DIR|FILE", help="text to train on [the standard library of Python]")
     add("--steps", type=int, help="global steps of the whole job")
     add("--decay-steps", type=int, help="length of the learning rate's way down")
@@ -118,7 +118,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--virtual-ranks", type=int, default=8, help="micro-batches of a global step [8]")
     add("--checkpoint", metavar="DIR", help="where to save on this host")
     add("--remote", metavar="URL", help="where to save for all hosts, such as s3://bucket/job")
-    add("--save-every", metavar="STEPS|TIME", help="such as 100, 5min or auto")
+    add("--save-every", metavar="STEPS|TIME", help="such as 100 or 5min")
     add("--resume", metavar="auto|fresh|STEP|URL")
     add("--etcd", metavar="HOST:PORT,...", type=lambda value: value.split(","))
     add("--job", metavar="NAME")
