@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 READY = VENV / ".ready"  # written last: the Makefile looks at its age
+# The checkout on sys.path, not a finder behind it: beside that, a folder named ckpt next to a
+# user's script (a place for checkpoints) would be imported instead of the package.
+BY_PATH = ["--config-settings", "editable_mode=compat"]
 PIP_SETTINGS = ["--disable-pip-version-check", "--no-input"]
 
 
@@ -36,7 +39,7 @@ def main() -> int:
         pip = make_venv()
         say("installing the pinned packages of requirements.lock (torch is the large one)")
         install(pip, "-r", str(ROOT / "requirements.lock"))
-        install(pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+        install(pip, "--no-deps", "--no-build-isolation", *BY_PATH, "--editable", str(ROOT))
         say("looking for etcd")
         run([str(PYTHON), str(ROOT / "scripts" / "fetch_etcd.py")], "no etcd could be had")
     except SetupError as error:
