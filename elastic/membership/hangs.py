@@ -10,7 +10,8 @@ evaluations, saves and code between steps are slow and legal: those have a limit
 
 Agents see pages of their own workers only. An agent whose workers all wait for too long says so in
 its record, and that counts as somebody who waits on all other nodes. When all nodes say so, no
-worker is to blame but what lies between them, and the World forms anew with the same workers.
+worker is to blame but what lies between them, and the World forms anew with the same workers; when
+that does not help, the run ends and says so.
 Silence is counted in looks of the agent, so that a pause of the agent itself accuses nobody.
 Pure: no I/O, no clock.
 """
@@ -19,6 +20,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elastic.errors import ExitCode
+from elastic.membership import ending
+from elastic.membership.commands import Outcome
 from elastic.membership.state import Broken, Local, State, Turn
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ FLOOR_S = 60.0
 """Learned limit at least: a stalled disk is no death."""
 SET_STEPS = 3
 """A limit that is set is at least so many steps."""
+MAX_REFORMS = 2
+"""New groups of the same workers, for nothing, that end a run in which all wait."""
 STALL_FLOOR_S = 1.0
 COLLECTIVE = frozenset({"exchange", "agree", "gather"})
 WAITS = COLLECTIVE | {"finished"}
@@ -82,7 +88,25 @@ def judge(turn: Turn) -> None:
     tell = waits and world is not None and len(world.nodes) > 1
     turn.set(stalled=world.generation if tell and world is not None else 0)
     if waits and _nobody_at_fault(turn.state) and turn.state.broken is None:
+        _form_again(turn)
+
+
+def _form_again(turn: Turn) -> None:
+    """Have the same workers form anew; give up when that has not helped."""
+    if turn.state.reforms < MAX_REFORMS:
         turn.set(broken=Broken(since_s=turn.now_s, error="all workers wait and nothing arrives"))
+        return
+    places = ", ".join(
+        f"{local.worker_id} in {local.reading.phase} of step {local.reading.step}"
+        for local in turn.state.in_world()
+        if local.reading is not None
+    )
+    cause = (
+        f"all workers wait for each other and nothing arrives, also after {MAX_REFORMS} new groups "
+        f"({places}): a link between them is cut, or train took different ways on them, such as "
+        "ctx.evaluate() or ctx.save().wait() on some workers only"
+    )
+    ending.end(turn, Outcome(exit_code=ExitCode.INFRASTRUCTURE, cause=cause))
 
 
 def limit_s(state: State, local: Local) -> float:

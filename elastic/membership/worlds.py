@@ -119,6 +119,7 @@ def adopt(turn: Turn, world: World, revision: int | None) -> None:
         world=world,
         world_revision=revision,
         reshapes=state.reshapes + (state.world is not None),
+        reforms=state.reforms + (state.world is not None and state.world.workers == world.workers),
         broken=None,
         joiners_at_s=None,
         gathered_at_s=None,
