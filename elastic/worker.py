@@ -219,6 +219,8 @@ class Worker:
         driver.on_outcome = checkpoints.after_step
         driver.on_formed = reformer.finished
         driver.save_busy = checkpoints.busy
+        driver.unclaimed = extras.unclaimed_objects
+        driver.refresh = extras.refresh
         driver.on_committed = lambda record: self._committed(record, checkpoints)
         return context, engine, checkpoints
 

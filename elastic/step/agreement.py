@@ -87,6 +87,7 @@ class Payload:
         values: results of an evaluation, virtual rank -> name -> (sum, count).
         guard: what is equal on all workers that have it -> checksum.
         seconds: how long this worker computed its micro-batches.
+        unclaimed: names of global objects whose state it has, and that were not registered yet.
     """
 
     norms: Mapping[int, float] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Payload:
     values: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     guard: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    unclaimed: Sequence[str] = ()
 
     def encode(self, agreement_seq: int, kind: str, step: int) -> bytes:
         """Return the bytes this worker sends; what says nothing is left out."""
@@ -133,6 +135,7 @@ class Payload:
             ],
             "guard": dict(self.guard),
             "seconds": self.seconds,
+            "unclaimed": list(self.unclaimed),
         }
         head = [agreement_seq, kind, step]
         packed: bytes = msgpack.packb(
@@ -162,6 +165,7 @@ class Outcome:
         states: leaf -> name -> new plain state of a virtual rank.
         unequal: what should be equal on all workers and is not, "" if nothing.
         seconds: by rank, how long each worker computed.
+        behind: global objects that are registered on some workers, and not yet on others.
     """
 
     norm: float
@@ -183,6 +187,7 @@ class Outcome:
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     unequal: str = ""
     seconds: Sequence[float] = ()
+    behind: Sequence[str] = ()
 
     @property
     def finite(self) -> bool:
@@ -270,6 +275,7 @@ def conclude(agreement: Agreement) -> Outcome:
         states={i: record.state for i, record in leaves.items() if record.state},
         unequal=_unequal([row.get("guard", {}) for row in rows]),
         seconds=tuple(row.get("seconds", 0.0) for row in rows),
+        behind=behind([row.get("unclaimed", ()) for row in rows]),
     )
 
 
@@ -285,6 +291,12 @@ def _all_reads(leaves: Mapping[int, LeafRecord]) -> tuple[Read, ...]:
                 add((before.digest or 0, read.digest or 0)) if known else None,
             )
     return tuple(found[key] for key in sorted(found))
+
+
+def behind(unclaimed: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the names that some workers have not claimed, while others have."""
+    names = {name for said in unclaimed for name in said}
+    return tuple(sorted(n for n in names if any(n not in said for said in unclaimed)))
 
 
 def _first(rows: Sequence[Mapping[str, Any]], key: str) -> Any:

@@ -42,7 +42,7 @@ from elastic.step.recovery import Agreement
 from elastic.step.scaling import apply_updates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from elastic.agent.progress import ProgressPage
     from elastic.config import ElasticConfig
@@ -155,6 +155,8 @@ class Driver:
         self.on_save_last: Callable[[Outcome], None] = lambda _outcome: None
         self.on_saved: Callable[[Outcome], None] = lambda _outcome: None
         self.save_busy: Callable[[], bool] = lambda: False
+        self.unclaimed: Callable[[], Sequence[str]] = lambda: ()
+        self.refresh: Callable[[Sequence[str], Group], None] = lambda _names, _group: None
         self.on_outcome: Callable[[Outcome, int], None] = lambda _outcome, _step: None
         self.on_formed: Callable[[], None] = lambda: None
         self.on_evaluated: Callable[[Outcome], None] = lambda _outcome: None
@@ -315,6 +317,7 @@ class Driver:
             busy=self.save_busy(),
             guard=checksums(self, plan.step),
             seconds=compute.seconds,
+            unclaimed=self.unclaimed(),
         )
         self.fresh_times = False
         self.agree(VOID if compute.changed else "step", plan.step, payload)
@@ -361,6 +364,9 @@ class Driver:
     def after_step(self) -> None:
         """Run what happens once per applied step, when all rows are in place."""
         self.run_step_functions()
+        if self.outcome is not None and self.outcome.behind:
+            assert self.group is not None
+            self.refresh(self.outcome.behind, self.group)
         self.tell_outcome()
 
     def run_step_functions(self) -> None:

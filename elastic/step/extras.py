@@ -15,7 +15,10 @@ from elastic.step.position import Position
 from elastic.values import NotPlain, from_plain, to_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elastic.step.driver import Driver
+    from elastic.step.process_group import Group
 
 VERSION = 1
 
@@ -133,6 +136,25 @@ class Extras:
         for name, obj in prepared.objects.items():
             if name in self._unclaimed:
                 obj.load_state_dict(from_plain(self._unclaimed.pop(name)))
+
+    def unclaimed_objects(self) -> list[str]:
+        """Return names of global objects whose state waits for them to be registered."""
+        return sorted(self._unclaimed)
+
+    def refresh(self, names: Sequence[str], group: Group) -> None:
+        """Keep the state that waits for its object equal to that of workers that have the object.
+
+        A worker without a micro-batch does not run the loop body, where an object may be prepared;
+        by the time it does, the others have changed theirs. Called by all workers alike, after the
+        user's functions of the step.
+        """
+        objects = self._driver.prepared.objects
+        mine = {n: to_plain(objects[n].state_dict(), n) for n in names if n in objects}
+        said = [json.loads(raw) for raw in group.gather_bytes(json.dumps(mine).encode())]
+        for name in names:
+            if name in self._unclaimed:
+                has = (each[name] for each in said if name in each)
+                self._unclaimed[name] = next(has, self._unclaimed[name])
 
     def unclaimed(self) -> list[str]:
         """Return names of restored state that nothing has asked for."""

@@ -65,6 +65,7 @@ class Inventory:
         held: segment -> step of the optimizer state of confirmed copies.
         received: the same for complete copies made in `received_generation`, not yet confirmed.
         gradients: segments whose finished gradient of `gradient_step` it has.
+        unclaimed: global objects whose state it has, and that were not registered yet.
     """
 
     worker_id: str
@@ -79,6 +80,7 @@ class Inventory:
     received_generation: int = 0
     gradients: frozenset[int] = frozenset()
     gradient_step: int = 0
+    unclaimed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

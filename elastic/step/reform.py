@@ -18,6 +18,7 @@ import msgpack
 import ckpt
 from elastic.agent.progress import WorkerPhase
 from elastic.errors import Fenced, Misconfigured
+from elastic.step.agreement import behind
 from elastic.step.balance import Balance
 from elastic.step.bootstrap_client import BootstrapStore
 from elastic.step.exchange import Exchange
@@ -206,6 +207,9 @@ class Reformer:
         # A step may have been applied whose rows did not arrive before the World changed. What the
         # user does once per step comes first: a joiner must get the state as it is after the step.
         driver.run_step_functions()
+        names = behind([each.unclaimed for each in inventories if not each.fresh])
+        if names and plan.base != "checkpoint":
+            self._extras.refresh(names, group)
         self._share_extras(plan, inventories, group)
         driver.healing = group.start(
             lambda: transfer_state(plan.state, rank_of, group, layout, optimizers)
@@ -272,6 +276,7 @@ class Reformer:
             held=dict(driver.held),
             gradients=frozenset(driver.gradients),
             gradient_step=driver.gradient_step,
+            unclaimed=tuple(driver.unclaimed()),
         )
 
     def _check_layouts(self, inventories: Sequence[Inventory]) -> None:
@@ -388,6 +393,7 @@ def _encode_inventory(inventory: Inventory) -> bytes:
             list(inventory.held.items()),
             sorted(inventory.gradients),
             inventory.gradient_step,
+            list(inventory.unclaimed),
         ]
     )
     return packed
@@ -405,6 +411,7 @@ def _decode_inventory(raw: bytes) -> Inventory:
         held,
         gradients,
         gradient_step,
+        unclaimed,
     ) = msgpack.unpackb(raw)
     taken: Agreement | None = None
     if agreement is not None:
@@ -421,5 +428,6 @@ def _decode_inventory(raw: bytes) -> Inventory:
         "held": dict(held),
         "gradients": frozenset(gradients),
         "gradient_step": gradient_step,
+        "unclaimed": tuple(unclaimed),
     }
     return Inventory(**fields)

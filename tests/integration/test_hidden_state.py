@@ -81,6 +81,17 @@ def test_averages_and_counters_survive_a_kill_and_a_join(options: dict[str, Any]
     assert value["averaged"] == 14
 
 
+def test_a_joiner_without_a_micro_batch_gets_what_is_prepared_in_the_loop_body() -> None:
+    def join_in_the_tail(world: LocalWorld) -> None:
+        (joiner,) = world.spawn(first=False)
+        world.until(lambda: bool(joiner.said("ready")))
+        world.wait_step(6)  # the seventh is short: 11 samples are left for 8 micro-batches
+        world.form([*[w for w in world.members() if w.status is None], joiner])
+
+    value, _ = run(2, join_in_the_tail, steps=10, pause_s=0.15, late_average=True)
+    assert value == alone(steps=10)[0]
+
+
 def test_a_gradient_scaler_is_updated_once_per_agreed_step() -> None:
     options = {"steps": 14, "scaler": True, "explode_at": 6}
     value, events = run(3, kill_and_join, pause_s=0.02, **options)

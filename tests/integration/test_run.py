@@ -205,6 +205,14 @@ def test_a_save_between_epochs_is_of_the_state_that_was_evaluated(tmp_path: Path
     assert resumed(value) == resumed(whole(epochs=2))
 
 
+def test_a_resume_at_a_short_step_gets_what_is_prepared_in_the_loop_body(tmp_path: Path) -> None:
+    train = {"program": "hidden", "late_average": True}
+    options = {"nproc": 3, "checkpoint": "ckpt", "guard_every": 1}
+    job(tmp_path, **options, train={**train, "steps": 6})  # the seventh has 3 micro-batches
+    value = job(tmp_path, **options, save_every=1, train={**train, "steps": 10})["value"]
+    assert value == whole(**train, steps=10)
+
+
 def test_hidden_state_comes_back_and_what_nobody_claims_is_told(tmp_path: Path) -> None:
     train = {"program": "hidden", "scaler": True, "explode_at": 6}
     expected = whole(steps=16, **train)
