@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from elastic.errors import ElasticError
-from scripts import bench_balance, bench_recovery
+from scripts import bench_balance, bench_join, bench_recovery, bench_step
 from scripts.programs import ProgramFailed, signals_raise
 
-LATER = ("step", "join", "detect", "control", "save", "restore", "torn", "peers", "goodput")
-THERE = "recovery, balance"
+LATER = ("detect", "control", "save", "restore", "torn", "peers", "goodput")
+THERE = "recovery, step, join, balance"
 MISCONFIGURED = 2
 INFRASTRUCTURE = 7
 
@@ -76,6 +76,30 @@ def recovery(*, as_json: bool, **given: Any) -> None:
 def balance(*, as_json: bool, **given: Any) -> None:
     """Measure what a slow worker costs, with an even split and with shares by speed."""
     _figures(bench_balance, bench_balance.Options(**given), as_json=as_json)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--workers", type=click.IntRange(2), multiple=True, default=(2, 3, 4))
+@click.option("--blocks", type=click.IntRange(2), default=7, show_default=True, help="Turns.")
+@click.option("--virtual-ranks", type=click.IntRange(2), default=12, show_default=True)
+@click.option("--width", type=click.IntRange(8), default=1024, show_default=True)
+@click.option("--depth", type=click.IntRange(1), default=10, show_default=True)
+def step(*, as_json: bool, **given: Any) -> None:
+    """Measure a step beside DDP and DDP with ZeRO, in turns."""
+    _figures(bench_step, bench_step.Options(**given), as_json=as_json)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--runs", type=click.IntRange(1), default=10, show_default=True, help="Kills.")
+@click.option("--workers", type=click.IntRange(2), default=4, show_default=True)
+@click.option("--width", type=click.IntRange(8), default=1024, show_default=True)
+@click.option("--depth", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True, help="Chooses victims and moments.")
+def join(*, as_json: bool, **given: Any) -> None:
+    """Measure how a new worker comes in: the pause of the others, and when all is whole."""
+    _figures(bench_join, bench_join.Options(**given), as_json=as_json)
 
 
 def _figures(module: Any, options: Any, *, as_json: bool) -> None:

@@ -77,10 +77,35 @@ def test_the_balance_is_measured_with_a_worker_that_shares_its_core():
     )
 
 
+@pytest.mark.slow
+def test_steps_are_timed_in_turns_with_the_peers():
+    small = ["--width", "64", "--depth", "2", "--workers", "2", "--blocks", "3"]
+    done = bench("step", "--json", *small, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    figures = found["workers"]["2"]
+    assert figures["ratio_ddp"] == pytest.approx(figures["ours_ms"] / figures["ddp_ms"], rel=0.1)
+    assert min(figures["ours_ms"], figures["zero_ms"], figures["moved_mb"]) > 0
+    assert min(figures["peak_mb"], figures["ddp_peak_mb"]) > 50
+    assert found["peers"]["torchft"].keys() >= {"ratio_ddp", "version", "why"}
+
+
+@pytest.mark.slow
+def test_joins_are_timed_with_a_spare():
+    small = ["--width", "64", "--depth", "2", "--workers", "2", "--runs", "2"]
+    done = bench("join", "--json", *small, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["runs"] == 2
+    assert found["full_strength_s_p50"] > 0
+    assert found["pause_over_step_ms_p50"] is not None
+
+
 def test_figures_that_are_not_there_yet_say_so():
     done = bench("goodput", "--json")
     assert done.returncode == 2
-    assert done.stderr == "bench: goodput is not there yet; there is: recovery, balance\n"
+    there = "recovery, step, join, balance"
+    assert done.stderr == f"bench: goodput is not there yet; there is: {there}\n"
     assert done.stdout == ""
 
 
