@@ -81,6 +81,7 @@ def balance(*, as_json: bool, **given: Any) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--workers", type=click.IntRange(2), multiple=True, default=(2, 3, 4))
+@click.option("--torchft/--no-torchft", default=True, show_default=True)
 @click.option("--blocks", type=click.IntRange(2), default=7, show_default=True, help="Turns.")
 @click.option("--virtual-ranks", type=click.IntRange(2), default=12, show_default=True)
 @click.option("--width", type=click.IntRange(8), default=1024, show_default=True)

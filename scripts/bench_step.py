@@ -1,4 +1,4 @@
-"""`bench.py step`: what a step costs, beside DDP and DDP with a ZeroRedundancyOptimizer.
+"""`bench.py step`: what a step costs, beside DDP, DDP with a ZeroRedundancyOptimizer, and torchft.
 
 For each number of workers all programs train the same model on the same micro-batches, each worker
 an equal share, one intra-op thread each. They take turns, a block of steps at a time
@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.table import Table
 
-from scripts import bench_turns, step_figures
+from scripts import bench_peers_torchft, bench_turns, step_figures
 from scripts.bench_model import BATCH, DEPTH, WIDTH, num_parameters
 from scripts.bench_turns import BLOCK_STEPS
 from scripts.programs import Program, ProgramFailed, commit_of
@@ -49,6 +49,7 @@ class Options:
     workers: tuple[int, ...] = (2, 3, 4)
     blocks: int = 7
     virtual_ranks: int = 12
+    torchft: bool = True
     width: int = WIDTH
     depth: int = DEPTH
 
@@ -66,19 +67,26 @@ def run(options: Options, say: Say) -> dict[str, Any]:
                 f"{options.virtual_ranks} virtual ranks cannot be shared out evenly to {workers} "
                 "workers: give --virtual-ranks that all numbers of --workers divide"
             )
+    why = bench_peers_torchft.install() if options.torchft else "not asked for: --no-torchft"
+    names = NAMES if why else (*NAMES, "torchft")
     found: dict[str, Any] = {}
     for workers in options.workers:
-        figures = _one(options, workers, say)
+        figures = _one(options, workers, names, say)
         found[str(workers)] = figures
         say(
             f"{workers} workers: ours {figures['ours_ms']:.0f} ms, DDP {figures['ddp_ms']:.0f} ms "
             f"({figures['ratio_ddp']:.2f} x), with ZeRO {figures['zero_ms']:.0f} ms "
             f"({figures['ratio_zero']:.2f} x)"
         )
-    why = "not measured: this bench does not start it yet"
+    torchft: dict[str, Any] = {"version": bench_peers_torchft.VERSION, "ratio_ddp": None}
+    if why:
+        torchft["why"] = why
+    else:
+        each = {workers: figures["torchft_ratio_ddp"] for workers, figures in found.items()}
+        torchft |= {"ratio_ddp": each, "settings": "a group per worker, gloo, a quorum per step"}
     return {
         "workers": found,
-        "peers": {"torchft": {"ratio_ddp": None, "version": None, "why": why}},
+        "peers": {"torchft": torchft},
         "params": num_parameters(options.width, options.depth),
         "virtual_ranks": options.virtual_ranks,
         "batch": BATCH,
@@ -90,25 +98,40 @@ def run(options: Options, say: Say) -> dict[str, Any]:
     }
 
 
-def _one(options: Options, workers: int, say: Say) -> dict[str, Any]:
+def _one(options: Options, workers: int, names: Sequence[str], say: Say) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-bench-")))
-        say(f"starting three times {workers} workers")
-        programs = {
-            name: stack.enter_context(_start(name, directory, options, workers)) for name in NAMES
-        }
-        moved: dict[str, list[float]] = {name: [] for name in NAMES}
+        say(f"starting {workers} workers each of {', '.join(names)}")
+        programs: dict[str, list[Program]] = {}
+        for name in names:
+            if name == "torchft":
+                lighthouse, address = bench_peers_torchft.start_lighthouse(directory, workers)
+                stack.enter_context(lighthouse)
+                started = [
+                    bench_peers_torchft.start_worker(
+                        rank,
+                        address,
+                        directory,
+                        _peer_environment(name, directory, options, workers),
+                    )
+                    for rank in range(workers)
+                ]
+            else:
+                started = [_start(name, directory, options, workers)]
+            programs[name] = [stack.enter_context(program) for program in started]
+        moved: dict[str, list[float]] = {name: [] for name in names}
         for block in range(options.blocks):
-            for name in NAMES:
+            for name in names:
                 before = loopback_bytes()
                 bench_turns.give(directory, name, block)
                 _until_done(programs, directory, name, block, workers, options)
                 moved[name].append((loopback_bytes() - before) / BLOCK_STEPS / 1e6)
-        for name, program in programs.items():
-            code = program.wait(END_TIMEOUT_S)
-            if code != 0:
-                raise ProgramFailed(f"{name} did not end well ({code}):\n{program.tail()}")
-        records = {name: bench_turns.records(directory, name) for name in NAMES}
+        for name in names:
+            for program in programs[name]:
+                code = program.wait(END_TIMEOUT_S)
+                if code != 0:
+                    raise ProgramFailed(f"{name} did not end well ({code}):\n{program.tail()}")
+        records = {name: bench_turns.records(directory, name) for name in names}
     return figures_of(records, moved)
 
 
@@ -119,8 +142,12 @@ def figures_of(
     times = {name: step_figures.step_ms(found) for name, found in records.items()}
     ddp = step_figures.ratio(times["ours"], times["ddp"])
     zero = step_figures.ratio(times["ours"], times["zero"])
+    more = {}
+    if "torchft" in times:
+        more["torchft_ratio_ddp"] = step_figures.ratio(times["torchft"], times["ddp"])["ratio"]
     return {
-        **{f"{name}_ms": round(step_figures.median(times[name]), 1) for name in NAMES},
+        **{f"{name}_ms": round(step_figures.median(found), 1) for name, found in times.items()},
+        **more,
         "ratio_ddp": ddp["ratio"],
         "ratio_ddp_quartiles": ddp["quartiles"],
         "ratio_zero": zero["ratio"],
@@ -154,20 +181,25 @@ def _start(name: str, directory: Path, options: Options, workers: int) -> Progra
         return Program(name, command, log_path=log_path, environment=environment)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={workers}", str(HERE / "peer_step_worker.py")]
-    environment = {
+    environment = _peer_environment(name, directory, options, workers)
+    return Program(name, command, log_path=log_path, environment=environment)
+
+
+def _peer_environment(name: str, directory: Path, options: Options, workers: int) -> dict[str, str]:
+    return {
         "OMP_NUM_THREADS": "1",
         "PEER_NAME": name,
+        "PEER_SIZE": str(workers),
         "PEER_DIRECTORY": str(directory),
         "PEER_STEPS": str(options.steps),
         "PEER_VIRTUAL_RANKS": str(options.virtual_ranks),
         "PEER_WIDTH": str(options.width),
         "PEER_DEPTH": str(options.depth),
     }
-    return Program(name, command, log_path=log_path, environment=environment)
 
 
 def _until_done(  # noqa: PLR0913 - what to look at, and until when
-    programs: Mapping[str, Program],
+    programs: Mapping[str, Sequence[Program]],
     directory: Path,
     name: str,
     block: int,
@@ -178,17 +210,17 @@ def _until_done(  # noqa: PLR0913 - what to look at, and until when
     last = block == options.blocks - 1
     deadline_s = time.monotonic() + TURN_TIMEOUT_S
     while True:
-        for program in programs.values():
+        for program in (each for started in programs.values() for each in started):
             program.check()
         done = [r for r in bench_turns.records(directory, name) if r.get("block") == block]
         if len(done) >= workers * BLOCK_STEPS:
             return
-        if last and programs[name].poll() == 0:
+        if last and all(program.poll() == 0 for program in programs[name]):
             return
         if time.monotonic() > deadline_s:
             raise ProgramFailed(
                 f"{name} did not complete {BLOCK_STEPS} steps within {TURN_TIMEOUT_S:.0f} s:\n"
-                f"{programs[name].tail()}"
+                f"{programs[name][0].tail()}"
             )
         time.sleep(POLL_S)
 

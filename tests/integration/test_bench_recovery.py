@@ -79,7 +79,7 @@ def test_the_balance_is_measured_with_a_worker_that_shares_its_core():
 
 @pytest.mark.slow
 def test_steps_are_timed_in_turns_with_the_peers():
-    small = ["--width", "64", "--depth", "2", "--workers", "2", "--blocks", "3"]
+    small = ["--width", "64", "--depth", "2", "--workers", "2", "--blocks", "3", "--no-torchft"]
     done = bench("step", "--json", *small, timeout_s=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
