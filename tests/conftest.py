@@ -111,6 +111,13 @@ def notes() -> list[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _interrupts_reach_children():
+    """Undo what a shell does to a job in the background: it and all its children ignore SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _session_mark():
     os.environ[SESSION_MARK] = str(os.getpid())
     yield

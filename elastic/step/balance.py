@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 3
 """Full steps of a World that are not measured: first allocations, caches, compilation."""
 MEASURED_STEPS = 5
-"""Full steps measured before the shares may change, and after a change before the next."""
+"""Full steps measured before the shares may change for the first time in a World. After each
+change twice as many: on a busy machine every measurement says something else."""
+MEASURED_STEPS_MAX = 640
 MIN_GAIN = 0.15
 """Part of the step's longest computation that a change must save."""
 _FORGET = 0.3
@@ -48,6 +50,7 @@ class Balance:
     def __init__(self, num_workers: int) -> None:
         self._skip = WARM_UP_STEPS
         self._seen = 0
+        self._needed = MEASURED_STEPS
         self._seconds: list[float] = [0.0] * num_workers
 
     def observe(self, seconds: Sequence[float], counts: Sequence[int]) -> None:
@@ -69,7 +72,7 @@ class Balance:
 
     def decide(self, counts: Sequence[int]) -> list[int] | None:
         """Return new counts by rank, or None to leave them; a change starts a new measurement."""
-        if self._seen < MEASURED_STEPS or min(self._seconds) <= 0.0 or sum(counts) < len(counts):
+        if self._seen < self._needed or min(self._seconds) <= 0.0 or sum(counts) < len(counts):
             return None
         new = fair_counts(self._seconds, sum(counts))
         longest = max(c * s for c, s in zip(counts, self._seconds, strict=True))
@@ -78,4 +81,5 @@ class Balance:
             return None
         self._seen = 0
         self._skip = 1
+        self._needed = min(2 * self._needed, MEASURED_STEPS_MAX)
         return new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +71,19 @@ def test_a_worker_that_is_fast_again_gets_its_share_back():
     assert counts == [6, 2]
     observe(balance, [1.0, 1.0], counts, 20)
     assert balance.decide(counts) == [4, 4]
+
+
+def test_shares_that_change_again_and_again_change_ever_more_rarely():
+    balance, counts = Balance(3), [2, 2, 2]
+    changed = []
+    for step in range(2000):
+        slow = len(changed) % 2  # whatever the shares are, the next measurement contradicts them
+        observe(balance, [3.0, 1.0, 1.0] if slow else [1.0, 1.0, 3.0], counts, 1)
+        new = balance.decide(counts)
+        if new is not None:
+            counts = new
+            changed.append(step)
+    gaps = [b - a for a, b in pairwise(changed)]
+    assert len(changed) <= 10
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 64 * gaps[0] / 2
