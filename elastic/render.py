@@ -158,6 +158,8 @@ def _exited(record: Record) -> str:
         name = signal_name(record["signal"])
         if name == "SIGKILL" and not evidence:
             why = ": perhaps out of memory, or killed by somebody"
+        elif str(evidence).startswith("was killed by signal"):
+            why = ""  # it says the same
         return f"{who} was killed by {name}{why}"
     if record["exit_code"] == 0:
         return f"{who} ended"
