@@ -237,9 +237,8 @@ class Worker:
         driver = engine.driver
         engine.check_not_in_step("the end of the training function")
         context.sync()
-        if checkpoints.enabled and driver.step > 0 and driver.step != driver.staged_step:
-            self._settle(engine)  # the loop's last agreement may have moved it into a new World
-            checkpoints.stage(driver.step, driver.agreed_generation)
+        if checkpoints.enabled and driver.step > 0:
+            checkpoints.save_at_end()
         try:
             check_plain(value)  # on every worker: any of them may be asked for it
         except NotPlain as error:

@@ -66,7 +66,10 @@ def check_equal(
     expected = {line["step"]: line for line in alone}
     for worker, lines in run.steps.items():
         steps = [line["step"] for line in lines]
-        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, worker
+        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, (
+            worker,
+            steps,
+        )
         for line in lines:
             compare(line, expected[line["step"]], worker)
     assert run.last == undisturbed.last

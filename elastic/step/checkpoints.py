@@ -210,10 +210,12 @@ class Checkpoints:
             return
         every = self._driver.config.save_every_steps
         due = outcome.save or (every is not None and step % every == 0)
-        if due:
-            # Usually that is the World that agreed on the step. After a reshape it is the new one:
-            # parts from before it, which has another lineage, do not go with these.
+        if due and self._driver.settled:
             self._save(outcome, step, self._driver.generation)
+        elif due:
+            # In a reshape: a joiner knows nothing of it, others may have staged the step already.
+            # All stage it anew at one agreement, so that their parts are of one moment.
+            self._driver.want_save_last = True
 
     def save_last(self, outcome: Outcome) -> None:
         """Stage the step before the one that is agreed on, as asked for between the two."""
@@ -223,6 +225,18 @@ class Checkpoints:
             driver.generation,
         ):
             self._save(outcome, driver.step, driver.generation)
+
+    def save_at_end(self) -> None:
+        """Stage the last step on all workers alike, if it is not; called by all of them."""
+        driver = self._driver
+        while True:
+            here = (driver.staged_step, self._staged_in) == (driver.step, driver.generation)
+            driver.want_save_last = not here and driver.saved_step < driver.step
+            self.agree_to_save()
+            outcome = driver.outcome
+            if outcome is None or not (outcome.save_last and outcome.busy):
+                return
+            self._wait_message()  # for a half of the arena
 
     def _save(self, outcome: Outcome, step: int, generation: int) -> None:
         if outcome.busy:

@@ -145,6 +145,7 @@ class Driver:
         self.formed = False
         self.after_step_done = 0
         self.outcome_due = False  # of the last step, to be told to `on_outcome`
+        self.settled = True  # False while a reshape is under way
         self.position = Position()
         self.stopping = False
         self.want_stop = False

@@ -58,7 +58,6 @@ class Extras:
         return {
             "version": VERSION,
             "step": driver.step,
-            "agreed_generation": driver.agreed_generation,
             "position": driver.position.to_dict(),
             "log": dict(driver.step_log),
             "evaluations": list(self.evaluations),
@@ -84,7 +83,12 @@ class Extras:
     def capture(self) -> bytes:
         """Return the state as bytes for a joiner."""
         driver = self._driver
-        saves = {"staged": driver.staged_step, "saved": driver.saved_step, "waits": self.waits}
+        saves = {
+            "staged": driver.staged_step,
+            "saved": driver.saved_step,
+            "agreed_generation": driver.agreed_generation,
+            "waits": self.waits,
+        }
         return json.dumps({**self.to_dict(), "saves": saves}, sort_keys=True).encode()
 
     # -- in -----------------------------------------------------------------------------------
@@ -98,9 +102,6 @@ class Extras:
         driver = self._driver
         driver.position = Position.from_dict(state["position"])
         driver.lineage = [list(item) for item in state["lineage"]]
-        # A joiner may stage the step it came in with: parts of one step belong together only if
-        # all call it by the generation that agreed on it.
-        driver.agreed_generation = state.get("agreed_generation", 0)
         driver.step_log = dict(state.get("log", {}))
         driver.skipped = state["skipped"]
         driver.nonfinite_run = state.get("nonfinite_run", 0)
@@ -108,9 +109,13 @@ class Extras:
         driver.prepared.virtual.install(state.get("virtual_rank_state", {}))
         self.evaluations = list(state["evaluations"])
         # What comes from a checkpoint is saved; a joiner knows what the others know.
-        saved = {"staged": state["step"], "saved": state["step"], "waits": []}
+        step = state["step"]
+        saved = {"staged": step, "saved": step, "agreed_generation": 0, "waits": []}
         saves = state.get("saves", saved)
         driver.staged_step, driver.saved_step = saves["staged"], saves["saved"]
+        # A joiner may stage the step it came in with: parts of one step belong together only if
+        # all call it by the generation that agreed on it.
+        driver.agreed_generation = saves["agreed_generation"]
         self.waits = list(saves["waits"])
         self._unclaimed = dict(state["objects"])
         self._unclaimed_schedulers = dict(enumerate(state["schedulers"]))

@@ -222,7 +222,9 @@ class Reformer:
         now = {ref.worker_id for ref in world.workers}
         self.times.joined = len(now - before)
         self.times.left = len(before - now)
+        driver.settled = False
         driver.tell_outcome()
+        driver.settled = True
 
     def tell_unclaimed(self) -> None:
         """Say once, when the first step begins, which restored state nothing has asked for."""
