@@ -28,8 +28,8 @@ MAX_PROBLEMS = 20
 """Problems that are spelled out; the rest is counted."""
 IN_ORDER = "each sample once, in the job's order"
 ONCE = "each sample once"
-AS_MANY = "as many samples as there are"
 PARTS = "what was done, in the job's order"
+UNFINISHED = "nothing yet: it is not finished"
 NOTHING = "not provable"
 
 
@@ -43,6 +43,7 @@ class Loader:
     micro_batches: int
     leaves: int
     source: int
+    items: int | None = None  # of the dataset
 
     @property
     def steps(self) -> int:
@@ -145,6 +146,9 @@ def audit(events: Iterable[Record]) -> Report:
     for step in range(report.first_step, report.last_step):
         if step not in steps:
             report.problems.append(f"step {step} has no record, but step {report.last_step} has")
+    silent = [step for step, record in sorted(steps.items()) if "reads" not in record]
+    if silent:
+        report.problems.append(f"step {silent[0]} does not say what it has read")
     reads = [
         Read(
             step=step,
@@ -165,10 +169,28 @@ def audit(events: Iterable[Record]) -> Report:
             report.problems.append(f"nothing says how loader {loader} shares its samples out")
             continue
         report.epochs.append(_epoch(loader, epoch, loaders[loader], found, report.problems))
+    _check_sequence(report)
     if len(report.problems) > MAX_PROBLEMS:
         more = len(report.problems) - MAX_PROBLEMS
         report.problems[MAX_PROBLEMS:] = [f"and {more} more"]
     return report
+
+
+def _check_sequence(report: Report) -> None:
+    """Only the last epoch of a loader may be unfinished, and none may be left out."""
+    of_loader: dict[int, list[Epoch]] = {}
+    for each in report.epochs:
+        of_loader.setdefault(each.loader, []).append(each)
+    for epochs in of_loader.values():
+        missing = sorted(set(range(epochs[-1].epoch)) - {each.epoch for each in epochs})
+        if missing and report.first_step == 1:
+            report.problems.append(f"epoch {missing[0]} is in no step, but a later one is")
+        report.problems.extend(
+            f"epoch {each.epoch} has {each.steps} of {each.steps_of_epoch} steps, but a later one "
+            "was begun"
+            for each in epochs[:-1]
+            if not each.whole
+        )
 
 
 def _loaders(events: Sequence[Record]) -> dict[int, Loader]:
@@ -181,6 +203,7 @@ def _loaders(events: Sequence[Record]) -> dict[int, Loader]:
             micro_batches=int(record["micro_batches"]),
             leaves=int(record["leaves"]),
             source=int(record["source"], 16),
+            items=None if record.get("items") is None else int(record["items"]),
         )
         for record in events
         if record["event"] == "data.order"
@@ -255,9 +278,15 @@ def _epoch(
             f"{loader.read} that it has"
         )
     proved = _proved(loader, reads, whole=whole)
-    drawn = loader.order == "sampler" and all(read.digest is not None for read in reads)
-    if whole and proved == NOTHING and drawn:
-        proved = AS_MANY  # a sampler may draw as it likes: with repetition, or by weight
+    if proved == NOTHING and len(problems) == before:
+        problems.append(
+            f"{where}: it cannot be proved that each sample was read once: "
+            + (
+                "the samples have no numbers"
+                if any(read.digest is None for read in reads)
+                else "their order is the sampler's own, and they are not all of the dataset, once"
+            )
+        )
     return Epoch(
         loader=number,
         epoch=epoch,
@@ -283,11 +312,11 @@ def _proved(loader: Loader, reads: Sequence[Read], *, whole: bool) -> str:
     if any(read.digest is None for read in reads):
         return NOTHING
     if not whole:
-        return PARTS if loader.computable else NOTHING
+        return PARTS if loader.computable else UNFINISHED
     if loader.computable:
         return IN_ORDER
     total = add(read.digest or 0 for read in reads)
     samples = sum(read.samples for read in reads)
-    if total == digest_of_range(samples):
+    if samples == loader.items and total == digest_of_range(samples):
         return ONCE
     return NOTHING

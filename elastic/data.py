@@ -90,6 +90,7 @@ class MicroBatches:
             "micro_batches": self._order.num_micro_batches,
             "leaves": self._num_leaves,
             "source": f"{self._source:016x}",
+            "items": self._order.items,
         }
 
     def counts(self, epoch: int, j: int) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ class Order:
         self._stored = type(self._sampler) is SequentialSampler or (
             not shuffles and _is_plain_shuffle(self._sampler)
         )
+        self.items = _length(loader.dataset)
         self._checked = False
         self._cache: dict[int, Places] = {}
         self.num_places = self._count_places()
@@ -189,6 +190,13 @@ def _refuse_what_cannot_be_shared_out(loader: DataLoader[Any]) -> None:
                 kind="distributed-sampler",
                 hint="give shuffle=True instead: ctx.prepare shares the samples out",
             )
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:

@@ -85,6 +85,7 @@ EVENTS: dict[str, EventSpec] = {
     "data.order": _spec(
         "loader order samples batch_size micro_batches leaves source",
         "how a prepared loader's samples are shared out to steps",
+        "items",
     ),
     "step.committed": _spec(
         "step epoch log duration_s samples lr",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from elastic.audit import AS_MANY, IN_ORDER, NOTHING, ONCE, PARTS, NoRecords, audit
+from elastic.audit import IN_ORDER, NOTHING, ONCE, PARTS, NoRecords, audit
 from elastic.data import MicroBatches
 from elastic.digest import add, digest_of, digest_of_places, digest_of_range
 from elastic.permutation import Permutation
@@ -165,8 +165,33 @@ def test_a_sampler_of_ones_own_is_proved_by_the_sum_alone():
     assert [each.proved for each in audit(events).epochs] == [ONCE, ONCE]
     twice = RandomSampler(numbers, replacement=True, num_samples=30)
     report = audit(history(30, 2, batch_size=4, sampler=twice))
-    assert report.ok
-    assert [each.proved for each in report.epochs] == [AS_MANY, AS_MANY]
+    assert not report.ok
+    assert [each.proved for each in report.epochs] == [NOTHING, NOTHING]
+    assert "cannot be proved" in report.problems[0]
+
+
+def test_a_fault_of_a_sampler_of_ones_own_is_no_proof():
+    class Faulty(RandomSampler):
+        def __iter__(self):
+            return iter([0, 0, *range(1, 29)])
+
+    assert not audit(history(30, 2, batch_size=4, sampler=Faulty(Numbers(30)))).ok
+    events = history(30, 2, batch_sampler=BatchSampler(range(26), 4, False))  # noqa: FBT003
+    assert not audit(events).ok, "the dataset has 30"
+
+
+def test_an_epoch_that_was_left_for_the_next_one_is_no_proof():
+    events = history(40, 2, batch_size=5)
+    for reads in ([], None):
+        broken = copy.deepcopy(events)
+        if reads is None:
+            del broken[4]["reads"]
+        else:
+            broken[4]["reads"] = reads
+        assert not audit(broken).ok
+    for event in events[1:5]:
+        event["reads"] = []
+    assert "epoch 0 is in no step, but a later one is" in audit(events).problems
 
 
 def test_logs_that_do_not_say_enough_are_no_proof():
