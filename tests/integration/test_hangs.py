@@ -54,7 +54,7 @@ def test_slow_first_steps_and_slow_evaluations_are_no_hangs(tmp_path: Path) -> N
 def test_a_long_limit_lets_a_worker_be(tmp_path: Path) -> None:
     once = str(tmp_path / "once")
     train = {"program": "hanging", "how": "asleep", "at": 5, "rank": 0, "once": once, "steps": 8}
-    options = {**QUIET, "checkpoint": "ckpt", "hang_timeout_s": 60, "train": train}
+    options = {**QUIET, "checkpoint": "ckpt", "hang_timeout_s": 60, "grace_s": 4, "train": train}
     process = start(tmp_path, JOB, json.dumps(options))
     run_dir = run_dir_of(tmp_path)
     eventually(lambda: Path(once).exists() or None, within_s=60, what="the hang")
